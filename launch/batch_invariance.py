@@ -1,12 +1,13 @@
-"""Log-probs of a trainer, with all ranks and a large batch, are bit for bit those of a scorer: one rank, one sequence.
+"""Log-probs of a trainer, with all ranks and a large batch, are bit for bit those of a scorer: one
+rank, one sequence.
 
     torchrun --nproc-per-node 4 launch/batch_invariance.py
     TRITON_INTERPRET=1 torchrun --nproc-per-node 2 launch/batch_invariance.py \
         --vocab 250 --hidden 24 --sequences 3 --length 7    # on CPUs, through Triton's interpreter
 
-Both have the same hidden states, the trainer a shard of the head's weight on each rank. The same comparison for logits
-of torch.nn.functional.linear, whose GEMM is another one for another batch or shard, is printed beside it. The exit
-status is 1 if a bit differs.
+Both have the same hidden states, the trainer a shard of the head's weight on each rank. The same
+comparison for logits of torch.nn.functional.linear, whose GEMM is another one for another batch or
+shard, is printed beside it. The exit status is 1 if a bit differs.
 """
 
 import argparse
@@ -22,7 +23,9 @@ from tp_headloss import Linear, Options, VocabShard, linear_vocab_statistics
 
 
 def arguments():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--vocab", type=int, default=128256)
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--sequences", type=int, default=16)
@@ -54,7 +57,10 @@ def main() -> int:
     def normal(*shape):
         return torch.randn(shape, generator=generator, device=ranks.device).bfloat16()
 
-    hidden, weight = normal(args.sequences, args.length, args.hidden), normal(shard.padded_size, args.hidden)
+    hidden, weight = (
+        normal(args.sequences, args.length, args.hidden),
+        normal(shard.padded_size, args.hidden),
+    )
     weight *= 2 / args.hidden**0.5
     labels = torch.randint(args.vocab, hidden.shape[:2], generator=generator, device=ranks.device)
     trainer = of_epilogues(hidden, weight[shard.start : shard.stop].contiguous(), labels, shard)
@@ -65,10 +71,13 @@ def main() -> int:
         different = int((trainer != torch.stack(scorer, 1)).any(0).sum())
         weights = weight[: args.vocab].chunk(ranks.world)
         batch = of_logits(hidden, weights, labels)
-        single = torch.stack([of_logits(h, weight[None, : args.vocab], y) for h, y in zip(hidden, labels)])
+        single = torch.stack(
+            [of_logits(h, weight[None, : args.vocab], y) for h, y in zip(hidden, labels)]
+        )
         print(
-            f"{labels.numel()} tokens, trainer at TP {ranks.world}, scorer at TP 1 with single sequences: {different} "
-            f"differ with epilogues, {int((batch != single).sum())} with logits by torch.nn.functional.linear",
+            f"{labels.numel()} tokens, trainer at TP {ranks.world}, scorer at TP 1 with single "
+            f"sequences: {different} differ with epilogues, {int((batch != single).sum())} with "
+            "logits by torch.nn.functional.linear",
             flush=True,
         )
     ranks.meet()

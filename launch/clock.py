@@ -6,7 +6,8 @@ import torch
 
 
 class Clock:
-    """Points in time: CUDA events on a GPU, so that measuring makes nothing wait; the host's clock elsewhere."""
+    """Points in time: CUDA events on a GPU, so that measuring makes nothing wait; the host's clock
+    elsewhere."""
 
     def __init__(self, device: torch.device):
         self.cuda = device.type == "cuda"

@@ -1,13 +1,17 @@
-"""Distil a language model of launch/train.py into a smaller one, by cross-entropy and KL at once; sharded vocabulary.
+"""Distil a language model of launch/train.py into a smaller one, by cross-entropy and KL at once;
+sharded vocabulary.
 
 torchrun --standalone --nproc-per-node 2 launch/distill.py --teacher runs/train     # 2 shards
-torchrun --standalone --nproc-per-node 4 launch/distill.py --tp 2                   # 2 replicas of 2 shards
-python launch/distill.py                                                            # one process, unsharded
+torchrun --standalone --nproc-per-node 4 launch/distill.py --tp 2                   # 2 replicas of
+2 shards python launch/distill.py                                                            # one
+process, unsharded
 
-One student for each of --runs, from equal weights, on equal batches, validated by cross-entropy alone:
+One student for each of --runs, from equal weights, on equal batches, validated by cross-entropy
+alone:
   ce        no teacher
   online    the teacher runs beside the student, and its whole distribution counts
-  offline   the teacher has written its top K for every training token to a file, and is no longer in memory
+  offline   the teacher has written its top K for every training token to a file, and is no longer
+  in memory
 """
 
 import json
@@ -41,7 +45,8 @@ from tp_headloss import (
 from train import Trainer
 
 RUNS = ("ce", "online", "offline")
-AddTeacher = Callable[[int, list], Iterable]  # step, its micro-batches -> the same, each with a teacher of its tokens
+# step, its micro-batches -> the same, each with a teacher of its tokens
+AddTeacher = Callable[[int, list], Iterable]
 
 
 def parse() -> Namespace:
@@ -50,22 +55,42 @@ def parse() -> Namespace:
         warmup=40, seed=1, validate_every=25, validation_batches=8,
     )  # fmt: skip
     add = parser.add_argument
-    add("--teacher", default="runs/train", help="folder of a run of launch/train.py; any number of shards wrote it")
+    add(
+        "--teacher",
+        default="runs/train",
+        help="folder of a run of launch/train.py; any number of shards wrote it",
+    )
     add("--data-cache", default="runs/data", help="that of the teacher's run")
     add("--runs", nargs="+", choices=RUNS, default=RUNS)
     add("--out", default="runs/distill", help="folder of the runs, with one folder for each")
     add("--overwrite", action="store_true", help="replace older runs in --out")
-    add("--kd-weight", type=fraction, default=0.8, help="weight of the KL to the teacher; cross-entropy has the rest")
-    add("--temperature", type=positive_float, default=1.0, help="T of both sides in the KL, which is multiplied by T^2")
+    add(
+        "--kd-weight",
+        type=fraction,
+        default=0.8,
+        help="weight of the KL to the teacher; cross-entropy has the rest",
+    )
+    add(
+        "--temperature",
+        type=positive_float,
+        default=1.0,
+        help="T of both sides in the KL, which is multiplied by T^2",
+    )
     add("--k", type=positive_int, default=32, help="the teacher's ids per token in the file")
-    add("--support", choices=("vocabulary", "tail"), default="tail", help="other ids: ignored, or one more together")
+    add(
+        "--support",
+        choices=("vocabulary", "tail"),
+        default="tail",
+        help="other ids: ignored, or one more together",
+    )
     args = parser.parse_args()
     check_multiple(parser, "--width", args.width, 2 * args.heads, "2 x --heads")
     return args
 
 
 def load_teacher(args: Namespace, ranks: parallel.Ranks, corpus: Corpus) -> Trainer:
-    """The teacher with its vocabulary sharded over the ranks of this run, to be validated on the students' batches."""
+    """The teacher with its vocabulary sharded over the ranks of this run, to be validated on the
+    students' batches."""
     folder = Path(args.teacher) / "checkpoints"
     config = checkpoint.progress(folder)["config"]
     sizes = {name: config[name] for name in ("layers", "width", "heads")}
@@ -75,20 +100,26 @@ def load_teacher(args: Namespace, ranks: parallel.Ranks, corpus: Corpus) -> Trai
 
 
 def distil(student: Trainer, term: Term) -> None:
-    """Where a batch has a teacher (training does, validation does not), `term` takes its weight of cross-entropy's."""
+    """Where a batch has a teacher (training does, validation does not), `term` takes its weight of
+    cross-entropy's."""
     alone = student.objective
     terms = [CrossEntropy(1 - term.weight), term, ZLoss(student.args.z_weight)]
     taught = sharded_objective(student.model.output, terms)
 
     def objective(hidden, labels, tokens, teacher=None):
-        return alone(hidden, labels, tokens) if teacher is None else taught(hidden, labels, tokens, teacher=teacher)
+        return (
+            alone(hidden, labels, tokens)
+            if teacher is None
+            else taught(hidden, labels, tokens, teacher=teacher)
+        )
 
     student.objective = objective
 
 
 @torch.no_grad()
 def head_of(teacher: Trainer, inputs: torch.Tensor) -> TeacherHead:
-    """inputs [B, T] -> the teacher's hidden states [B, T, H] and head; its logits are never made as a whole."""
+    """inputs [B, T] -> the teacher's hidden states [B, T, H] and head; its logits are never made as
+    a whole."""
     with teacher.autocast:
         hidden = teacher.model(inputs.to(teacher.ranks.device))
     if teacher.ranks.dp > 1:  # FSDP has the weight in one piece within its module's forward only
@@ -111,11 +142,12 @@ def online(teacher: Trainer) -> AddTeacher:
 
 
 def export(teacher: Trainer, path: Path) -> None:
-    """Write the teacher's top k for each token of each training batch: [steps, batch, length] of ids and log-probs [k].
+    """Write the teacher's top k for each token of each training batch: [steps, batch, length] of
+    ids and log-probs [k].
 
-    Called by all ranks: replicas compute the same, because each has a part of the weights, and rank 0 writes. The
-    log-probs are at the KL's temperature and over the whole vocabulary, so what is missing of 1 is the probability of
-    all other ids."""
+    Called by all ranks: replicas compute the same, because each has a part of the weights, and rank
+    0 writes. The log-probs are at the KL's temperature and over the whole vocabulary, so what is
+    missing of 1 is the probability of all other ids."""
     args, ranks = teacher.args, teacher.ranks
     part = path.with_name(path.name + ".part")
     entries = np.dtype([("ids", np.int32, args.k), ("log_probs", np.float16, args.k)])
@@ -143,11 +175,16 @@ def offline(path: Path, student: Trainer) -> AddTeacher:
     file = np.load(path, mmap_mode="r")
 
     def add_teacher(step, micro_batches):
-        entries = [torch.from_numpy(file[step][name].copy()) for name in ("ids", "log_probs")]  # [batch, length, k]
+        # [batch, length, k]
+        entries = [torch.from_numpy(file[step][name].copy()) for name in ("ids", "log_probs")]
         for (inputs, labels), top in zip(micro_batches, student.cut(*entries), strict=True):
             ids, log_probs = (x.to(student.ranks.device) for x in top)
             temperature = student.args.temperature  # the log-probs have it already
-            yield inputs, labels, TopKTeacher(ids, log_probs, student_temperature=temperature, renormalize=False)
+            yield (
+                inputs,
+                labels,
+                TopKTeacher(ids, log_probs, student_temperature=temperature, renormalize=False),
+            )
 
     return add_teacher
 
@@ -157,7 +194,9 @@ def train(student: Trainer, add_teacher: AddTeacher, record: Callable[..., None]
     record(step=0, **student.validate(), seconds=seconds)
     for step in range(args.steps):
         micro_batches = student.micro_batches("train", args.seed, step)
-        tokens, _ = student.ranks.agree(sum(int((labels != IGNORE).sum()) for _, labels in micro_batches), False)
+        tokens, _ = student.ranks.agree(
+            sum(int((labels != IGNORE).sum()) for _, labels in micro_batches), False
+        )
         [row] = student.rows([student.step(step, add_teacher(step, micro_batches), tokens)])
         seconds += row["step_seconds"]
         if (step + 1) % args.validate_every == 0 or step + 1 == args.steps:
@@ -174,7 +213,10 @@ def recorder(folder: Path, ranks: parallel.Ranks) -> Callable[..., None]:
 
     def record(**row):
         file.write(json.dumps({"split": "validation", **row}) + "\n")
-        print(f"{folder.name}, step {row['step']}: validation cross-entropy {row['cross_entropy']:.4f}", flush=True)
+        print(
+            f"{folder.name}, step {row['step']}: validation cross-entropy {row['cross_entropy']:.4f}",
+            flush=True,
+        )
 
     return record
 
@@ -193,7 +235,9 @@ def main() -> None:
     with ranks.together():
         corpus = Corpus(Path(args.data_cache) / config["data"], args.length)
     if args.k > args.vocab:
-        raise SystemExit(f"--k must be at most the teacher's vocabulary of {args.vocab}, got {args.k}")
+        raise SystemExit(
+            f"--k must be at most the teacher's vocabulary of {args.vocab}, got {args.k}"
+        )
     teacher = load_teacher(args, ranks, corpus).validate()
     recorder(out / "teacher", ranks)(step=0, **teacher)
     for name in args.runs:
@@ -204,7 +248,10 @@ def main() -> None:
             distil(student, Distillation(args.kd_weight, temperature_squared=True))
             add_teacher = online(load_teacher(args, ranks, corpus))
         else:
-            distil(student, TopKDistillation(args.kd_weight, support=args.support, temperature_squared=True))
+            distil(
+                student,
+                TopKDistillation(args.kd_weight, support=args.support, temperature_squared=True),
+            )
             export(load_teacher(args, ranks, corpus), out / "teacher" / "topk.npy")
             add_teacher = offline(out / "teacher" / "topk.npy", student)
         train(student, add_teacher, recorder(out / name, ranks))

@@ -1,4 +1,5 @@
-"""What Megatron-Core needs to run on CPUs over gloo: it names CUDA in places where it means "this device"."""
+"""What Megatron-Core needs to run on CPUs over gloo: it names CUDA in places where it means "this
+device"."""
 
 import contextlib
 from unittest import mock
@@ -11,7 +12,8 @@ class _CudaToCpu(torch.overrides.TorchFunctionMode):
         kwargs = kwargs or {}
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs = {**kwargs, "device": "cpu"}
-        if function is torch.Tensor.type and len(args) == 1:  # by its name the optimizers know what they can train
+        # by its name the optimizers know what they can train
+        if function is torch.Tensor.type and len(args) == 1:
             return function(*args).replace("torch.", "torch.cuda.", 1)
         return function(*args, **kwargs)
 
@@ -20,8 +22,10 @@ def pretend():
     """For the rest of this process; before the first model is made."""
     from megatron.core.tensor_parallel import random
 
-    random.initialize_rng_tracker(inference_rng_tracker=True)  # one random state for all ranks: no CUDA states to fork
-    random._get_cuda_rng_state = random._set_cuda_rng_state = lambda *args, **kwargs: None  # of recomputation
+    # one random state for all ranks: no CUDA states to fork
+    random.initialize_rng_tracker(inference_rng_tracker=True)
+    # of recomputation
+    random._get_cuda_rng_state = random._set_cuda_rng_state = lambda *args, **kwargs: None
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda *args, **kwargs: None
     torch.cuda.current_stream = lambda *args, **kwargs: mock.MagicMock()

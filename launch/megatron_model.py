@@ -1,4 +1,5 @@
-"""A small Megatron-Core GPTModel that needs neither Transformer Engine nor Apex, with its data-parallel wrapper."""
+"""A small Megatron-Core GPTModel that needs neither Transformer Engine nor Apex, with its
+data-parallel wrapper."""
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,10 @@ class Norm(nn.Module):
 
     def __init__(self, config, hidden_size, eps=1e-5, **kwargs):
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype)), eps
+        self.weight, self.eps = (
+            nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype)),
+            eps,
+        )
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x):
@@ -32,8 +36,13 @@ class Norm(nn.Module):
 
 
 def model_of(args, loss: str, graph: str, ranks):
-    """Config, GPTModel, and the wrapper that is trained, for a choice of --losses and one of --cuda-graph."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    """Config, GPTModel, and the wrapper that is trained, for a choice of --losses and one of
+    --cuda-graph."""
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.module import Float16Module
@@ -62,6 +71,8 @@ def model_of(args, loss: str, graph: str, ranks):
     ).to(ranks.device)  # fmt: skip
     module = Float16Module(config, gpt) if bf16 else gpt
     with torch.cuda.stream(megatron_graphs.capture_stream(graph)):
-        model = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), module)
+        model = DistributedDataParallel(
+            config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), module
+        )
     config.finalize_model_grads_func = finalize_model_grads
     return config, gpt, model

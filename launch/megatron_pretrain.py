@@ -1,16 +1,19 @@
-"""Train a Megatron-Core GPTModel by Megatron's own schedule, data-parallel wrapper and optimizer, its loss and ours.
+"""Train a Megatron-Core GPTModel by Megatron's own schedule, data-parallel wrapper and optimizer,
+its loss and ours.
 
-torchrun --standalone --nproc-per-node 2 launch/megatron_pretrain.py                    # CPUs or GPUs, small, real text
-torchrun --standalone --nproc-per-node 4 launch/megatron_pretrain.py --tp 4 --data synthetic --hidden 4096 --heads 32 \
+torchrun --standalone --nproc-per-node 2 launch/megatron_pretrain.py                    # CPUs or
+GPUs, small, real text torchrun --standalone --nproc-per-node 4 launch/megatron_pretrain.py --tp 4
+--data synthetic --hidden 4096 --heads 32 \
     --vocab 128256 --length 2048 --batch 4 --steps 20 --lr 3e-5  # of docs/megatron_measured.md
 
-Each of --losses trains a model from the same weights on the same batches (one that is named twice, twice):
+Each of --losses trains a model from the same weights on the same batches (one that is named twice,
+twice):
   stock          Megatron's vocab-parallel cross-entropy
   stock-fused    the same, cross_entropy_loss_fusion with the native implementation
   stock-te       the same with Transformer Engine's, which must be installed
   logits         ours in the place of the loss; logits-inplace: its gradient overwrites the logits
-  head           ours in the place of output layer and loss: no logits, which are made again for the backward
-  head-one-sweep the same, gradients in the forward, because the loss mask is known there
+  head           ours in the place of output layer and loss: no logits, which are made again for the
+  backward head-one-sweep the same, gradients in the forward, because the loss mask is known there
 """
 
 import argparse
@@ -24,7 +27,8 @@ import statistics
 import zlib
 from pathlib import Path
 
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron's own advice for tensor parallelism
+# Megatron's own advice for tensor parallelism
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what --deterministic needs
 
 import torch
@@ -42,24 +46,42 @@ LOSSES = ("stock", "stock-fused", "stock-te", "logits", "logits-inplace", "head"
 
 
 def parse(given: list[str] | None = None) -> argparse.Namespace:
-    parser = parser_of(__doc__, tp=2, layers=2, heads=4, length=128, accumulate=1, steps=20, lr=1e-3, seed=0)
+    parser = parser_of(
+        __doc__, tp=2, layers=2, heads=4, length=128, accumulate=1, steps=20, lr=1e-3, seed=0
+    )
     add = parser.add_argument
-    add("--losses", nargs="+", choices=LOSSES, default=[loss for loss in LOSSES if loss != "stock-te"])
+    add(
+        "--losses",
+        nargs="+",
+        choices=LOSSES,
+        default=[loss for loss in LOSSES if loss != "stock-te"],
+    )
     add(
         "--cuda-graph", nargs="+", choices=megatron_graphs.GRAPHS, default=["none"],
         help="graphs of each layer, or of all but the optimizer; each loss is trained once for each (0.19, GPUs)",
     )  # fmt: skip
     add("--sequence-parallel", action="store_true")
     add("--tied", action="store_true", help="embedding and output layer share their weight")
-    add("--budget-mib", type=positive_float, help="memory of the fused head beyond its gradients (default: library's)")
+    add(
+        "--budget-mib",
+        type=positive_float,
+        help="memory of the fused head beyond its gradients (default: library's)",
+    )
     add("--data", choices=("text", "synthetic"), default="text")
     add("--data-cache", default="runs/data")
-    add("--corpus", help="folder with text files (default: the sources of Python's standard library)")
+    add(
+        "--corpus",
+        help="folder with text files (default: the sources of Python's standard library)",
+    )
     add("--corpus-mb", type=positive_float, default=6.0)
     add("--vocab", type=positive_int, default=4096, help="a multiple of the tensor-parallel ranks")
     add("--hidden", type=positive_int, default=128)
     add("--batch", type=positive_int, default=4, help="rows of a micro-batch")
-    add("--deterministic", action="store_true", help="torch's deterministic algorithms: equal losses from run to run")
+    add(
+        "--deterministic",
+        action="store_true",
+        help="torch's deterministic algorithms: equal losses from run to run",
+    )
     add("--out", help="a JSON file of all results")
     add("--overwrite", action="store_true", help="replace an older file at --out")
     args = parser.parse_args(given)
@@ -70,15 +92,22 @@ def parse(given: list[str] | None = None) -> argparse.Namespace:
 
 
 def batches(args, ranks):
-    """-> function(step, number of the micro-batch) -> ids and labels [batch, length] of this replica."""
+    """-> function(step, number of the micro-batch) -> ids and labels [batch, length] of this
+    replica."""
     rows = args.batch * args.accumulate * ranks.dp
 
     def mine(x, number):
-        return x.view(ranks.dp, args.accumulate, args.batch, -1)[ranks.dp_rank, number].to(ranks.device)
+        return x.view(ranks.dp, args.accumulate, args.batch, -1)[ranks.dp_rank, number].to(
+            ranks.device
+        )
 
     if args.data == "text":
-        text = data.load(ranks, args.data_cache, args.corpus, args.corpus_mb, args.vocab, args.length)
-        return lambda step, number: [mine(x, number) for x in text.batch("train", rows, args.seed, step)]
+        text = data.load(
+            ranks, args.data_cache, args.corpus, args.corpus_mb, args.vocab, args.length
+        )
+        return lambda step, number: [
+            mine(x, number) for x in text.batch("train", rows, args.seed, step)
+        ]
 
     # Each id has a likely successor; the others are log-uniform, like the ranks of words.
     generator = torch.Generator().manual_seed(args.seed)
@@ -86,18 +115,27 @@ def batches(args, ranks):
     ids = (args.vocab ** torch.rand(shape, generator=generator)).long().clamp(max=args.vocab - 1)
     follows = torch.rand(shape, generator=generator) < 0.5
     for t in range(1, shape[-1]):
-        ids[..., t] = torch.where(follows[..., t], (ids[..., t - 1] * 31 + 7) % args.vocab, ids[..., t])
-    return lambda step, number: [mine(x.contiguous(), number) for x in (ids[step, :, :-1], ids[step, :, 1:])]
+        ids[..., t] = torch.where(
+            follows[..., t], (ids[..., t - 1] * 31 + 7) % args.vocab, ids[..., t]
+        )
+    return lambda step, number: [
+        mine(x.contiguous(), number) for x in (ids[step, :, :-1], ids[step, :, 1:])
+    ]
 
 
 class HeadClock(Clock):
-    """Time from the last hidden states to their gradient, without what lies between loss and its gradient, and the most
-    memory that is allocated meanwhile, and in a step."""
+    """Time from the last hidden states to their gradient, without what lies between loss and its
+    gradient, and the most memory that is allocated meanwhile, and in a step."""
 
     def __init__(self, gpt, device: torch.device, captured: bool):
-        """captured: the whole step is a CUDA graph, whose events cannot be read, so that only memory is measured."""
+        """captured: the whole step is a CUDA graph, whose events cannot be read, so that only
+        memory is measured."""
         super().__init__(device)
-        self.times, self.before, self.peaks = [], 0, {"step": 0} if captured else {"head": 0, "step": 0}
+        self.times, self.before, self.peaks = (
+            [],
+            0,
+            {"step": 0} if captured else {"head": 0, "step": 0},
+        )
         if captured:
             return
         gpt.decoder.register_forward_hook(self._hidden)
@@ -124,9 +162,12 @@ class HeadClock(Clock):
         self.before = torch.cuda.memory_allocated()
 
     def mib(self) -> dict:
-        """Of the whole run so far; the head's beyond what there was before it, dH and dW included."""
+        """Of the whole run so far; the head's beyond what there was before it, dH and dW
+        included."""
         self._peak(of_head=False)
-        return {f"{name}_mib": peak / 2**20 for name, peak in self.peaks.items()} if self.cuda else {}
+        return (
+            {f"{name}_mib": peak / 2**20 for name, peak in self.peaks.items()} if self.cuda else {}
+        )
 
     def _losses(self, module, args, losses):
         self.times[-1].append(self.now())
@@ -159,8 +200,14 @@ def train(args, loss: str, graph: str, ranks, batch) -> dict:
             linear = Linear("one_sweep" if loss == "head-one-sweep" else "recompute", budget)
         install(model, MegatronHead(ignore_index=-100, linear=linear, options=options), fused=fused)
     # Clipping by norm needs CUDA's kernels there.
-    settings = {"clip_grad": 1.0 if cuda else 0.0, "bf16": config.bf16, "params_dtype": config.params_dtype}
-    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=args.lr, **settings), [model])
+    settings = {
+        "clip_grad": 1.0 if cuda else 0.0,
+        "bf16": config.bf16,
+        "params_dtype": config.params_dtype,
+    }
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(optimizer="adam", lr=args.lr, **settings), [model]
+    )
     config.grad_scale_func = optimizer.scale_loss
     clock = HeadClock(gpt, ranks.device, captured=graph == "full_iteration")
     forward_backward = megatron_graphs.schedule(graph)
@@ -174,14 +221,17 @@ def train(args, loss: str, graph: str, ranks, batch) -> dict:
 
     def reduced(mask, losses):
         mean = (losses.float() * mask).sum() / mask.sum()
-        return mean, {"loss": mean.detach().clone()}  # the schedule divides the mean in place, by micro-batches
+        # the schedule divides the mean in place, by micro-batches
+        return mean, {"loss": mean.detach().clone()}
 
     result = {"loss": [], "grad_norm": [], "step_seconds": [], "head_seconds": []}
     for step in range(args.steps):
         begin = clock.now()
         model.zero_grad_buffer()
         optimizer.zero_grad()
-        micro_batches = (dict(zip(("ids", "labels"), batch(step, number))) for number in range(args.accumulate))
+        micro_batches = (
+            dict(zip(("ids", "labels"), batch(step, number))) for number in range(args.accumulate)
+        )
         parts = forward_backward(
             forward_step_func=forward_step, data_iterator=micro_batches, model=[model],
             num_microbatches=args.accumulate, seq_length=args.length, micro_batch_size=args.batch, forward_only=False,
@@ -203,19 +253,24 @@ def train(args, loss: str, graph: str, ranks, batch) -> dict:
 
 def table(results: dict) -> str:
     """Medians of all steps but the first few, which compile and allocate."""
-    lines = ["| loss | step | of it, the head | peak memory | the head's | loss of first and last step | differs by |"]
+    lines = [
+        "| loss | step | of it, the head | peak memory | the head's | loss of first and last step | differs by |"
+    ]
     lines.append("|---|---|---|---|---|---|---|")
     first = next(iter(results.values()))
     for name, r in results.items():
         loss, _, variant = name.partition(", ")
-        reference = results.get(loss, first) if variant else first  # a graph's: the eager steps of the same loss
+        # a graph's: the eager steps of the same loss
+        reference = results.get(loss, first) if variant else first
         rest = slice(min(3, len(r["loss"]) - 1), None)
         step = 1e3 * statistics.median(r["step_seconds"][rest])
         head = "not measured"
         if None not in r["head_seconds"]:
             of_head = 1e3 * statistics.median(r["head_seconds"][rest])
             head = f"{of_head:.1f} ms, {of_head / step:.0%}"
-        memory = [f"{r[key]:.0f} MiB" if key in r else "not measured" for key in ("step_mib", "head_mib")]
+        memory = [
+            f"{r[key]:.0f} MiB" if key in r else "not measured" for key in ("step_mib", "head_mib")
+        ]
         difference = max(abs(a - b) for a, b in zip(r["loss"], reference["loss"]))
         lines.append(
             f"| {name} | {step:.1f} ms | {head} | {' | '.join(memory)} "
@@ -225,8 +280,14 @@ def table(results: dict) -> str:
 
 
 def save(args, device: torch.device, results: dict) -> None:
-    packages = ["megatron-core", "triton", *(["transformer-engine"] if "stock-te" in args.losses else [])]
-    versions = {"torch": torch.__version__} | {name: importlib.metadata.version(name) for name in packages}
+    packages = [
+        "megatron-core",
+        "triton",
+        *(["transformer-engine"] if "stock-te" in args.losses else []),
+    ]
+    versions = {"torch": torch.__version__} | {
+        name: importlib.metadata.version(name) for name in packages
+    }
     record = {
         "arguments": vars(args),
         "versions": versions,
@@ -240,7 +301,9 @@ def save(args, device: torch.device, results: dict) -> None:
 def main() -> None:
     args = parse()
     if "WORLD_SIZE" not in os.environ:
-        raise SystemExit("start it with torchrun: torchrun --standalone --nproc-per-node 2 launch/megatron_pretrain.py")
+        raise SystemExit(
+            "start it with torchrun: torchrun --standalone --nproc-per-node 2 launch/megatron_pretrain.py"
+        )
     if args.deterministic:
         os.environ.setdefault("NCCL_ALGO", "Ring")  # as Megatron's own trainer sets it
     ranks = parallel.start(args.tp, args.device)
@@ -259,7 +322,9 @@ def main() -> None:
     results, batch = {}, batches(args, ranks)
     for loss, graph in itertools.product(args.losses, args.cuda_graph):
         name = loss if graph == "none" else f"{loss}, {graph}"
-        results[f"{name}, again" if name in results else name] = train(args, loss, graph, ranks, batch)
+        results[f"{name}, again" if name in results else name] = train(
+            args, loss, graph, ranks, batch
+        )
         gc.collect()  # a model and its hooks hold each other
         if ranks.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -26,19 +26,28 @@ class Block(nn.Module):
         self.heads = heads
         inner = -(-8 * width // 3) // 8 * 8
         self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
-        self.up, self.down = nn.Linear(width, 2 * inner, bias=False), nn.Linear(inner, width, bias=False)
+        self.qkv, self.out = (
+            nn.Linear(width, 3 * width, bias=False),
+            nn.Linear(width, width, bias=False),
+        )
+        self.up, self.down = (
+            nn.Linear(width, 2 * inner, bias=False),
+            nn.Linear(inner, width, bias=False),
+        )
 
     def forward(self, x, cos, sin):
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
+        mixed = F.scaled_dot_product_attention(
+            rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True
+        )
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         gate, value = self.up(self.norm2(x)).chunk(2, dim=-1)
         return x + self.down(F.silu(gate) * value)
 
 
 class Transformer(nn.Module):
-    """The blocks are replicated over the tensor-parallel group, the two vocabulary matrices are sharded.
+    """The blocks are replicated over the tensor-parallel group, the two vocabulary matrices are
+    sharded.
 
     plain: torch's own modules for these two, with the same numbers, for a whole vocabulary."""
 
@@ -47,8 +56,10 @@ class Transformer(nn.Module):
         torch.manual_seed(seed)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm = nn.RMSNorm(width)
-        # Activations start at a scale of 1. Smaller weights (0.02 everywhere) make early training so unstable that
-        # a difference in the last bit, such as another order of summation, grows to 1e-3 within 100 steps.
+        # Activations start at a scale of 1. Smaller weights (0.02 everywhere) make early training
+        # so unstable that a difference in the last bit, such as another order of summation, grows
+        # to 1e-3 within 100 steps.
+        # steps.
         for name, p in self.named_parameters():
             if p.ndim > 1:
                 deep = name.endswith(("out.weight", "down.weight"))
@@ -64,7 +75,8 @@ class Transformer(nn.Module):
             self.register_buffer(name, table, persistent=False)
 
     def forward(self, ids):
-        """ids [B, T], T at most `length` -> hidden [B, T, H]; `output` turns it into logits or losses."""
+        """ids [B, T], T at most `length` -> hidden [B, T, H]; `output` turns it into logits or
+        losses."""
         x = self.embedding(ids)
         cos, sin = self.cos[: ids.shape[1]], self.sin[: ids.shape[1]]
         for block in self.blocks:
@@ -72,14 +84,17 @@ class Transformer(nn.Module):
         return self.norm(x)
 
     def distribute(self, mesh) -> None:
-        """Make the vocabulary matrices DTensors over mesh["tp"], and cut all parameters over mesh["dp"] (FSDP2).
+        """Make the vocabulary matrices DTensors over mesh["tp"], and cut all parameters over
+        mesh["dp"] (FSDP2).
 
-        The gradients are then means over the data-parallel ranks. A dimension of one rank changes nothing."""
+        The gradients are then means over the data-parallel ranks. A dimension of one rank changes
+        nothing."""
         if mesh["tp"].size() > 1:
             self.embedding.to_dtensor(mesh["tp"])
             self.output.to_dtensor(mesh["tp"])
         if mesh["dp"].size() > 1:
-            warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nothing writes into it
+            # nothing writes into it
+            warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
             for part in (self.embedding, *self.blocks, self.output, self):
                 fully_shard(part, mesh=mesh["dp"])
             register_fsdp_forward_method(self.output, "statistics")

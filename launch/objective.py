@@ -1,7 +1,8 @@
-"""Two ways to the same objective, cross-entropy + z-loss: with the library on shards, and in plain torch without it.
+"""Two ways to the same objective, cross-entropy + z-loss: with the library on shards, and in plain
+torch without it.
 
-Both map (hidden states, labels, tokens) to the loss, a sum over valid tokens divided by the global number of `tokens`,
-and to the detached sums over valid tokens named in SUMS.
+Both map (hidden states, labels, tokens) to the loss, a sum over valid tokens divided by the global
+number of `tokens`, and to the detached sums over valid tokens named in SUMS.
 """
 
 import torch

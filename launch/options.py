@@ -1,4 +1,5 @@
-"""Numbers on the command line: types for `add_argument(type=...)`, by which argparse refuses nonsense in one line."""
+"""Numbers on the command line: types for `add_argument(type=...)`, by which argparse refuses
+nonsense in one line."""
 
 import argparse
 import math
@@ -17,7 +18,9 @@ def at_least(kind: type, minimum: float, *, maximum: float = LARGEST, above: boo
         if minimum < value <= maximum or (value == minimum and not above):
             return value
         name = "a whole number" if kind is int else "a number"
-        bounds = f"above {minimum} and at most {maximum}" if above else f"from {minimum} to {maximum}"
+        bounds = (
+            f"above {minimum} and at most {maximum}" if above else f"from {minimum} to {maximum}"
+        )
         raise argparse.ArgumentTypeError(f"must be {name} {bounds}, got {text!r}")
 
     return convert
@@ -31,7 +34,10 @@ fraction = at_least(float, 0, maximum=1)
 
 
 SHARED = {  # options that several programs have: type, help
-    "tp": (positive_int, "number of vocabulary shards; processes / tp replicas (default: {default})"),
+    "tp": (
+        positive_int,
+        "number of vocabulary shards; processes / tp replicas (default: {default})",
+    ),
     "vocab": (positive_int, "ids; the weights are padded to a multiple of --pad-to"),
     "pad-to": (positive_int, None),
     "layers": (positive_int, None),
@@ -52,10 +58,18 @@ SHARED = {  # options that several programs have: type, help
 
 
 def parser_of(doc: str, *, precision: bool = False, **defaults) -> argparse.ArgumentParser:
-    """A parser with --device and those options of `SHARED` that get a default here (None for --tp: all processes)."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """A parser with --device and those options of `SHARED` that get a default here (None for --tp:
+    all processes)."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if each process has a GPU")
+    add(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="auto: cuda if each process has a GPU",
+    )
     if precision:
         told = "auto: bf16 autocast on GPU, else fp32"
         add("--precision", choices=("auto", "fp32", "bf16"), default="auto", help=told)
@@ -66,6 +80,8 @@ def parser_of(doc: str, *, precision: bool = False, **defaults) -> argparse.Argu
     return parser
 
 
-def check_multiple(parser: argparse.ArgumentParser, option: str, value: int, divisor: int, reason: str) -> None:
+def check_multiple(
+    parser: argparse.ArgumentParser, option: str, value: int, divisor: int, reason: str
+) -> None:
     if value % divisor:
         parser.error(f"argument {option}: must be a multiple of {reason} = {divisor}, got {value}")

@@ -28,7 +28,8 @@ class Ranks:
     mesh: DeviceMesh | None = None  # dimensions "dp" and "tp"; None in a single process
 
     def agree(self, tokens: int, stop: bool) -> tuple[int, bool]:
-        """The token count over all data-parallel ranks, and whether any rank wants to stop. Host numbers, no GPU."""
+        """The token count over all data-parallel ranks, and whether any rank wants to stop. Host
+        numbers, no GPU."""
         if self.world == 1:
             return tokens, stop
         both = torch.tensor([tokens, stop], dtype=torch.int64)
@@ -49,13 +50,18 @@ class Ranks:
 
     @contextmanager
     def together(self):
-        """Run a block that may fail on some ranks only: an error on one rank ends all of them, with its message."""
+        """Run a block that may fail on some ranks only: an error on one rank ends all of them, with
+        its message."""
         error = message = None
         try:
             yield
         except (Exception, SystemExit) as caught:
             error = caught
-            message = str(error) if isinstance(error, (SystemExit, OSError)) else f"{type(error).__name__}: {error}"
+            message = (
+                str(error)
+                if isinstance(error, (SystemExit, OSError))
+                else f"{type(error).__name__}: {error}"
+            )
         messages = [text for text in self.gather(message) if text is not None]
         if error is not None and not isinstance(error, (SystemExit, OSError)):
             raise error  # a bug, with its traceback
@@ -77,17 +83,23 @@ class Ranks:
 
 
 def restarts() -> int:
-    """How often this host's torchrun has started its processes again, because one of them had died."""
+    """How often this host's torchrun has started its processes again, because one of them had
+    died."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
 def job() -> str | None:
-    """A name of this job that its restarts share and no other job has; None without torchrun's --rdzv-id or agent.
+    """A name of this job that its restarts share and no other job has; None without torchrun's
+    --rdzv-id or agent.
 
     No count of restarts: hosts' counts differ, and one that has joined later may have rank 0."""
     run = os.environ.get("TORCHELASTIC_RUN_ID")
     if run in (None, "none"):  # none: torchrun's default
-        return f"agent {os.getppid()}" if run and os.environ.get("GROUP_WORLD_SIZE", "1") == "1" else None
+        return (
+            f"agent {os.getppid()}"
+            if run and os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+            else None
+        )
     return run
 
 
@@ -100,8 +112,11 @@ def start(tp: int, device: str) -> Ranks:
     if device == "auto":
         device = "cuda" if gpus >= processes else "cpu"
     if device == "cuda":
-        if gpus < processes:  # on all ranks of the host, or those that have a GPU would wait for the others
-            raise SystemExit(f"--device cuda needs one GPU per process: {processes} process(es), {gpus} GPU(s)")
+        # on all ranks of the host, or those that have a GPU would wait for the others
+        if gpus < processes:
+            raise SystemExit(
+                f"--device cuda needs one GPU per process: {processes} process(es), {gpus} GPU(s)"
+            )
         torch.cuda.set_device(local_rank)
         where = torch.device("cuda", local_rank)
     else:
@@ -111,8 +126,9 @@ def start(tp: int, device: str) -> Ranks:
     timeout = timedelta(minutes=10)
     store, rank, _ = next(dist.rendezvous("env://", timeout=timeout))
     if os.environ.get("GROUP_WORLD_SIZE") == "1":  # of torchrun, one host
-        # torchrun keeps its store over restarts, with the addresses of the dead. (With several hosts, whose counts of
-        # restarts differ, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes it begin a new one.)
+        # torchrun keeps its store over restarts, with the addresses of the dead. (With several
+        # hosts, whose counts of restarts differ, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes it
+        # begin a new one.)
         store = dist.PrefixStore(f"attempt-{restarts()}", store)
     # gloo beside NCCL: counts and flags are host numbers and never wait for the GPU.
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"

@@ -20,8 +20,11 @@ def series(run: Path, split: str, name: str) -> tuple[list, list]:
 
 @contextlib.contextmanager
 def drawn(png: Path, rows: int, columns: int, size: tuple[float, float], **shared):
-    """The figure and its axes, to draw on; then they get grids and legends, and the figure is written."""
-    figure, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False, **shared)
+    """The figure and its axes, to draw on; then they get grids and legends, and the figure is
+    written."""
+    figure, axes = plt.subplots(
+        rows, columns, figsize=size, layout="constrained", squeeze=False, **shared
+    )
     yield figure, axes
     for ax in axes.flat:
         ax.grid(alpha=0.3)
@@ -37,7 +40,9 @@ def plot_run(run: Path, png: Path) -> None:
         loss.plot(*series(run, "validation", "cross_entropy"), "o-", label="validation")
         loss.set(title="cross-entropy", ylabel="nats per token")
         right = quality.twinx()
-        both = quality.plot(*series(run, "train", "entropy")) + right.plot(*series(run, "train", "accuracy"), "C1")
+        both = quality.plot(*series(run, "train", "entropy")) + right.plot(
+            *series(run, "train", "accuracy"), "C1"
+        )
         right.set_ylim(bottom=0)
         right.legend(both, ["entropy (nats, left)", "accuracy (right)"], loc="upper center")
         quality.set(title="entropy and accuracy, train")
@@ -62,14 +67,17 @@ def plot_students(teacher: Path, students: list[Path], png: Path) -> None:
 
 
 def plot_comparison(first: Path, second: Path, png: Path) -> float:
-    """Loss curves over each other and their difference; returns the largest one, over train and validation."""
+    """Loss curves over each other and their difference; returns the largest one, over train and
+    validation."""
     largest = 0.0
     with drawn(png, 2, 1, (9, 7), sharex=True, height_ratios=(2, 1)) as (_, ((top,), (bottom,))):
         for split, color, marker in (("train", "C0", ""), ("validation", "C1", "o")):
             (steps, a), (others, b) = (series(run, split, "loss") for run in (first, second))
             if steps != others:
                 raise SystemExit(f"{first} and {second} hold different {split} steps")
-            top.plot(steps, a, color, marker=marker, lw=4, alpha=0.35, label=f"{split}, {first.name}")
+            top.plot(
+                steps, a, color, marker=marker, lw=4, alpha=0.35, label=f"{split}, {first.name}"
+            )
             top.plot(steps, b, color, ls="--", lw=1.2, label=f"{split}, {second.name}")
             difference = [abs(x - y) for x, y in zip(a, b, strict=True)]
             bottom.plot(steps, difference, color, marker=marker or ".", ls="", label=split)
@@ -82,8 +90,12 @@ def plot_comparison(first: Path, second: Path, png: Path) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder with metrics.jsonl, one or two")
-    parser.add_argument("--png", type=Path, help="default: curves.png or comparison.png in the (first) run")
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="folder with metrics.jsonl, one or two"
+    )
+    parser.add_argument(
+        "--png", type=Path, help="default: curves.png or comparison.png in the (first) run"
+    )
     args = parser.parse_args()
     if len(args.runs) == 1:
         png = args.png or args.runs[0] / "curves.png"

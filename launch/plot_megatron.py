@@ -46,7 +46,9 @@ def plot(results: dict, png: Path, title: str) -> None:
             line = {"lw": 4, "alpha": 0.35} if name == first else {"lw": 0.9}
             losses.plot(steps, r["loss"], color, label=label, **line)
             if name != first:
-                differences = [abs(a - b) for a, b in zip(r["loss"], results[first]["loss"], strict=True)]
+                differences = [
+                    abs(a - b) for a, b in zip(r["loss"], results[first]["loss"], strict=True)
+                ]
                 gap.plot(steps, running_mean(differences), color, lw=1.2, label=label)
         losses.set(title="loss of each step", xlabel="step", ylabel="nats per token")
         title_of_gap = f"difference from {LABELS.get(first, first)}, mean of {WINDOW} steps"
@@ -54,13 +56,20 @@ def plot(results: dict, png: Path, title: str) -> None:
         for ax in (losses, gap):
             ax.legend(fontsize=8)
         keys = "step_seconds", "head_seconds"
-        step, head = ([1e3 * statistics.median(results[name][key][3:]) for name in names] for key in keys)
+        step, head = (
+            [1e3 * statistics.median(results[name][key][3:]) for name in names] for key in keys
+        )
         parts = {"output layer and loss": head, "the rest": [a - b for a, b in zip(step, head)]}
         stacked(time, names, parts, step, "ms")
         time.set(title="median time of a step")
         if "step_mib" in results[first]:  # on GPUs
-            step, head = ([results[name][key] for name in names] for key in ("step_mib", "head_mib"))
-            parts = {"added by output layer and loss": head, "the rest": [a - b for a, b in zip(step, head)]}
+            step, head = (
+                [results[name][key] for name in names] for key in ("step_mib", "head_mib")
+            )
+            parts = {
+                "added by output layer and loss": head,
+                "the rest": [a - b for a, b in zip(step, head)],
+            }
             stacked(memory, names, parts, step, "MiB")
         memory.set(title="peak memory of a rank")
         figure.suptitle(title)
@@ -72,7 +81,9 @@ def main() -> None:
     parser.add_argument("--png", type=Path, help="default: beside the results")
     args = parser.parse_args()
     record = json.loads(args.results.read_text())
-    shape = "GPTModel, hidden {hidden}, {layers} layers, {vocab} ids, TP {tp}".format(**record["arguments"])
+    shape = "GPTModel, hidden {hidden}, {layers} layers, {vocab} ids, TP {tp}".format(
+        **record["arguments"]
+    )
     png = args.png or args.results.with_suffix(".png")
     plot(record["results"], png, f"{shape}, {record['device']}")
     print(f"curves: {png}")

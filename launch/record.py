@@ -1,4 +1,5 @@
-"""What a run leaves behind: metrics.jsonl (a row per step), TensorBoard scalars, progress on the terminal."""
+"""What a run leaves behind: metrics.jsonl (a row per step), TensorBoard scalars, progress on the
+terminal."""
 
 import json
 import resource
@@ -12,15 +13,18 @@ from tqdm import tqdm
 
 
 def refuse_older_run(files: Iterable[Path], resume: str = "") -> None:
-    """End this program if one of the files that it would replace exists; resume: one more way out, if there is one."""
+    """End this program if one of the files that it would replace exists; resume: one more way out,
+    if there is one."""
     for file in files:
         if file.exists():
-            raise SystemExit(f"{file} is from an older run: {resume}replace it (--overwrite) or choose another --out")
+            raise SystemExit(
+                f"{file} is from an older run: {resume}replace it (--overwrite) or choose another --out"
+            )
 
 
 def rows_until(path: Path, step: int) -> list[dict]:
-    """The rows of a metrics.jsonl up to a step, without a last line that has no end: a full disk or a killed program
-    cut it, and its step will be repeated."""
+    """The rows of a metrics.jsonl up to a step, without a last line that has no end: a full disk or
+    a killed program cut it, and its step will be repeated."""
     rows = []
     *lines, _cut = path.read_text(errors="replace").split("\n")
     for number, line in enumerate(lines, 1):
@@ -28,7 +32,9 @@ def rows_until(path: Path, step: int) -> list[dict]:
             row = json.loads(line)
             rows += [row] if row["step"] <= step else []
         except (ValueError, TypeError, KeyError):
-            raise SystemExit(f"{path}, line {number}: expected a JSON object with a step, got {line[:80]!r}") from None
+            raise SystemExit(
+                f"{path}, line {number}: expected a JSON object with a step, got {line[:80]!r}"
+            ) from None
     return rows
 
 
@@ -37,7 +43,9 @@ def peak_memory(device: torch.device) -> tuple[str, float]:
     if device.type == "cuda":
         return "peak_gpu_allocated_gib", torch.cuda.max_memory_allocated(device) / 2**30
     kilobyte = 1 if sys.platform == "darwin" else 1024
-    return "peak_host_resident_gib", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kilobyte / 2**30
+    return "peak_host_resident_gib", resource.getrusage(
+        resource.RUSAGE_SELF
+    ).ru_maxrss * kilobyte / 2**30
 
 
 class Record:
@@ -50,8 +58,8 @@ class Record:
         from torch.utils.tensorboard import SummaryWriter
 
         path = out / "metrics.jsonl"
-        # A resumed run repeats the steps after its checkpoint: their rows go. In another file, or a run that is killed
-        # here would lose the others, too.
+        # A resumed run repeats the steps after its checkpoint: their rows go. In another file, or a
+        # run that is killed here would lose the others, too.
         rows = rows_until(path, first) if first else []
         part = path.with_name(path.name + ".part")
         part.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -60,7 +68,9 @@ class Record:
         if not first:
             shutil.rmtree(out / "tensorboard", ignore_errors=True)
         self.board = SummaryWriter(out / "tensorboard", purge_step=first + 1)
-        self.bar = tqdm(total=steps, initial=first, disable=not sys.stderr.isatty(), unit="step", leave=False)
+        self.bar = tqdm(
+            total=steps, initial=first, disable=not sys.stderr.isatty(), unit="step", leave=False
+        )
         self.steps, self.said = steps, first
 
     def write(self, split: str, row: dict) -> None:
@@ -77,13 +87,16 @@ class Record:
 
     def progress(self, row: dict) -> None:
         step = row["step"]
-        self.bar.set_postfix(loss=f"{row['loss']:.4f}", tokens_s=f"{row['tokens_per_second']:.0f}", refresh=False)
+        self.bar.set_postfix(
+            loss=f"{row['loss']:.4f}", tokens_s=f"{row['tokens_per_second']:.0f}", refresh=False
+        )
         self.bar.update(step - self.bar.n)
         if self.bar.disable and (step - self.said >= 20 or step == self.steps):
             self.said = step
             self.say(
-                f"step {step}/{self.steps}: loss {row['loss']:.4f}, accuracy {row['accuracy']:.3f}, "
-                f"{row['tokens_per_second']:.0f} tokens/s, head {row['head_share']:.0%} of the step"
+                f"step {step}/{self.steps}: loss {row['loss']:.4f}, accuracy "
+                f"{row['accuracy']:.3f}, {row['tokens_per_second']:.0f} tokens/s, head "
+                f"{row['head_share']:.0%} of the step"
             )
 
     def say(self, text: str) -> None:

@@ -1,6 +1,8 @@
-"""Parts of a torchtitan Trainer that need no files: its batches, tokenizer and log; and what it needs to run on CPUs.
+"""Parts of a torchtitan Trainer that need no files: its batches, tokenizer and log; and what it
+needs to run on CPUs.
 
-For CPUs, set ``torchtitan.tools.utils.device_type`` and ``.device_module`` before this is imported: others copy them.
+For CPUs, set ``torchtitan.tools.utils.device_type`` and ``.device_module`` before this is imported:
+others copy them.
 """
 
 import types
@@ -19,11 +21,16 @@ from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.tools import utils
 
-llama3.get_attention_config = lambda backend: ScaledDotProductAttention.Config()  # what it offers runs on GPUs only
-titan_trainer.time = types.SimpleNamespace(perf_counter=titan_trainer.time.perf_counter, sleep=lambda seconds: None)
+# what it offers runs on GPUs only
+llama3.get_attention_config = lambda backend: ScaledDotProductAttention.Config()
+titan_trainer.time = types.SimpleNamespace(
+    perf_counter=titan_trainer.time.perf_counter, sleep=lambda seconds: None
+)
 if utils.device_type == "cpu":
     memory = types.SimpleNamespace(
-        device_name="cpu", reset_peak_stats=lambda: None, get_peak_stats=lambda: DeviceMemStats(0, 0, 0, 0, 0, 0)
+        device_name="cpu",
+        reset_peak_stats=lambda: None,
+        get_peak_stats=lambda: DeviceMemStats(0, 0, 0, 0, 0, 0),
     )
     titan_metrics.build_device_memory_monitor = lambda: memory
     titan_distributed.set_pg_timeouts = lambda **_: None  # a barrier that names a GPU

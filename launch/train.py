@@ -1,12 +1,14 @@
-"""Train a small language model whose vocabulary is sharded, on text that is already on this machine.
+"""Train a small language model whose vocabulary is sharded, on text that is already on this
+machine.
 
-torchrun --standalone --nproc-per-node 2 launch/train.py --tp 2     # 2 shards; 4 processes: 2 replicas of 2 shards
-python launch/train.py --baseline                                   # the same run, unsharded, in plain torch
+torchrun --standalone --nproc-per-node 2 launch/train.py --tp 2     # 2 shards; 4 processes: 2
+replicas of 2 shards python launch/train.py --baseline                                   # the same
+run, unsharded, in plain torch
 
-Ctrl-C or SIGTERM: every rank finishes the step and saves; --resume goes on bit for bit, or with another --tp or number
-of replicas. (torchrun ends its own process with a SignalException then, after the ranks have saved.) A rank that dies:
-torchrun --max-restarts N starts all of them again, and they go on from the newest checkpoint. Several hosts:
-launch/slurm.sbatch.
+Ctrl-C or SIGTERM: every rank finishes the step and saves; --resume goes on bit for bit, or with
+another --tp or number of replicas. (torchrun ends its own process with a SignalException then,
+after the ranks have saved.) A rank that dies: torchrun --max-restarts N starts all of them again,
+and they go on from the newest checkpoint. Several hosts: launch/slurm.sbatch.
 """
 
 import argparse
@@ -32,7 +34,17 @@ from record import Record, peak_memory, refuse_older_run
 from tp_headloss import CrossEntropy, VocabShard, ZLoss, clip_grad_norm_
 
 # Options that may differ between a run and its continuation.
-FREE = {"out", "data_cache", "corpus", "corpus_mb", "resume", "overwrite", "stop_after", "log_every", "validate_every"}
+FREE = {
+    "out",
+    "data_cache",
+    "corpus",
+    "corpus_mb",
+    "resume",
+    "overwrite",
+    "stop_after",
+    "log_every",
+    "validate_every",
+}
 FREE |= {"validation_batches", "checkpoint_every", "tp"}
 
 
@@ -43,16 +55,25 @@ def parse() -> argparse.Namespace:
         validation_batches=4,
     )  # fmt: skip
     add = parser.add_argument
-    add("--baseline", action="store_true", help="plain torch cross-entropy on the whole vocabulary, one process")
+    add(
+        "--baseline",
+        action="store_true",
+        help="plain torch cross-entropy on the whole vocabulary, one process",
+    )
     add("--out", default="runs/train", help="folder of the run")
-    add("--corpus", help="folder with text files (default: the sources of Python's standard library)")
+    add(
+        "--corpus",
+        help="folder with text files (default: the sources of Python's standard library)",
+    )
     add("--corpus-mb", type=positive_float, default=6.0, help="at most this much text")
     add("--data-cache", default="runs/data")
     add("--weight-decay", type=non_negative_float, default=0.1)
     add("--z-weight", type=non_negative_float, default=1e-4)
     add("--checkpoint-every", type=positive_int, default=100)
     older = parser.add_mutually_exclusive_group()
-    older.add_argument("--resume", action="store_true", help="continue the run in --out, maybe with another --tp")
+    older.add_argument(
+        "--resume", action="store_true", help="continue the run in --out, maybe with another --tp"
+    )
     older.add_argument("--overwrite", action="store_true", help="replace an older run in --out")
     add("--stop-after", type=positive_int, help="save and leave after this step, as if interrupted")
     args = parser.parse_args()
@@ -67,7 +88,9 @@ class Trainer:
         self.args, self.ranks, self.corpus = args, ranks, corpus
         pieces = ranks.dp * args.accumulate
         if args.batch % pieces:
-            raise SystemExit(f"--batch {args.batch} is no multiple of replicas x micro-batches = {pieces}")
+            raise SystemExit(
+                f"--batch {args.batch} is no multiple of replicas x micro-batches = {pieces}"
+            )
         padded = -(-args.vocab // args.pad_to) * args.pad_to
         self.shard = VocabShard.from_group(ranks.tp_group, args.vocab, padded_size=padded)
         sizes = args.width, args.layers, args.heads, args.length, args.seed
@@ -84,13 +107,18 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             [
                 {"params": sharded, "weight_decay": args.weight_decay},
-                {"params": [p for p in replicated if p.ndim > 1], "weight_decay": args.weight_decay},
+                {
+                    "params": [p for p in replicated if p.ndim > 1],
+                    "weight_decay": args.weight_decay,
+                },
                 {"params": [p for p in replicated if p.ndim <= 1], "weight_decay": 0.0},
             ],
             betas=(0.9, 0.95),
         )
         self.clock = Clock(ranks.device)
-        bf16 = args.precision == "bf16" or (args.precision == "auto" and ranks.device.type == "cuda")
+        bf16 = args.precision == "bf16" or (
+            args.precision == "auto" and ranks.device.type == "cuda"
+        )
         self.autocast = torch.autocast(ranks.device.type, torch.bfloat16, enabled=bf16)
 
     def learning_rate(self, step: int) -> float:
@@ -109,7 +137,8 @@ class Trainer:
         return list(zip(*(p[self.ranks.dp_rank :: self.ranks.dp] for p in pieces), strict=True))
 
     def step(self, step: int, micro_batches: Iterable, tokens: int) -> dict:
-        """One optimiser step on `tokens` valid labels in all; tensors and clock readings, nothing waits for them.
+        """One optimiser step on `tokens` valid labels in all; tensors and clock readings, nothing
+        waits for them.
 
         A micro-batch: inputs, labels, and what else the objective takes of it, positionally."""
         begin, heads, sums = self.clock.now(), [], torch.zeros(len(SUMS), device=self.ranks.device)
@@ -119,9 +148,12 @@ class Trainer:
                 hidden = self.model(inputs)
                 head_begin = self.clock.now()
                 # The head is done when its backward hands over the gradient of hidden.
-                hidden.register_hook(lambda _, since=head_begin: heads.append((since, self.clock.now())))
+                hidden.register_hook(
+                    lambda _, since=head_begin: heads.append((since, self.clock.now()))
+                )
                 loss, part = self.objective(hidden, labels, tokens, *more)
-            (self.ranks.dp * loss).backward()  # FSDP averages over dp, but the losses of the ranks add up
+            # FSDP averages over dp, but the losses of the ranks add up
+            (self.ranks.dp * loss).backward()
             sums += part
         sums = self.ranks.sum_over_data(sums)
         norm = clip_grad_norm_(self.model.parameters(), self.args.clip)
@@ -172,9 +204,10 @@ class Trainer:
 
 
 def continues(args, out: Path) -> bool:
-    """Whether this run goes on from a checkpoint in its folder; refuses a new run where an older one is."""
-    # Without --resume only a folder that this job itself has begun counts: it may have died before it replaced an older
-    # run.
+    """Whether this run goes on from a checkpoint in its folder; refuses a new run where an older
+    one is."""
+    # Without --resume only a folder that this job itself has begun counts: it may have died before
+    # it replaced an older run.
     if checkpoint.begun_by(out / "checkpoints", parallel.job()):
         return checkpoint.exists(out / "checkpoints")
     if not args.resume and not args.overwrite:
@@ -192,7 +225,9 @@ def train(args, ranks) -> None:
     config |= {"data": corpus.key, "device": ranks.device.type}
     first, best = 0, float("inf")
     if resume:
-        progress = checkpoint.load(out / "checkpoints", trainer.model, trainer.optimizer, ranks, config)
+        progress = checkpoint.load(
+            out / "checkpoints", trainer.model, trainer.optimizer, ranks, config
+        )
         first, best = progress["step"], progress["best"]
     else:  # everything is checked: from here on an older run is replaced
         ranks.first(lambda: checkpoint.begin(out / "checkpoints", parallel.job()))
@@ -234,7 +269,9 @@ def train(args, ranks) -> None:
     if done < args.steps:
         if saved != done:
             save(out, done, trainer, best, config)
-        record.say(f"stopped after step {done} of {args.steps} and saved; the same command with --resume goes on")
+        record.say(
+            f"stopped after step {done} of {args.steps} and saved; the same command with --resume goes on"
+        )
     record.close()
     if ranks.rank == 0 and done == args.steps:
         from plot import plot_run
@@ -245,7 +282,9 @@ def train(args, ranks) -> None:
 
 def save(out, step, trainer, best, config) -> None:
     progress = {"best": best, "config": config}
-    checkpoint.save(out / "checkpoints", step, trainer.model, trainer.optimizer, progress, trainer.ranks)
+    checkpoint.save(
+        out / "checkpoints", step, trainer.model, trainer.optimizer, progress, trainer.ranks
+    )
 
 
 def main() -> None:
@@ -254,7 +293,9 @@ def main() -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     ranks = parallel.start(args.tp, args.device)
     if args.baseline and ranks.world > 1:
-        raise SystemExit("--baseline is one process: start it with python, not with several by torchrun")
+        raise SystemExit(
+            "--baseline is one process: start it with python, not with several by torchrun"
+        )
     train(args, ranks)
     if ranks.world > 1:
         dist.destroy_process_group()

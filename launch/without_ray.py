@@ -19,7 +19,11 @@ class EmptyRay(types.ModuleType):
 
 class RayFinder:
     def find_spec(self, name, path=None, target=None):
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if name.split(".")[0] == "ray" else None
+        return (
+            importlib.machinery.ModuleSpec(name, self, is_package=True)
+            if name.split(".")[0] == "ray"
+            else None
+        )
 
     def create_module(self, spec):
         return EmptyRay(spec.name)

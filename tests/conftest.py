@@ -1,4 +1,5 @@
-"""Device and backends under test: CUDA where there is one, else the CPU with interpreted kernels."""
+"""Device and backends under test: CUDA where there is one, else the CPU with interpreted
+kernels."""
 
 import collections
 import os
@@ -47,20 +48,52 @@ def pytest_configure(config):
     config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton")
 
 
-# Long files, those that take most time of a processor first, so that no worker is left alone with one of them.
-LONG = ["test_structure", "test_trainers", "test_generated", "test_training", "test_megatron", "test_compile"]
-LONG += ["test_transformers", "test_topk_distillation", "test_reduction", "test_distill_launch", "test_verl_engine"]
+# Long files, those that take most time of a processor first, so that no worker is left alone with
+# one of them.
+LONG = [
+    "test_structure",
+    "test_trainers",
+    "test_generated",
+    "test_training",
+    "test_megatron",
+    "test_compile",
+]
+LONG += [
+    "test_transformers",
+    "test_topk_distillation",
+    "test_reduction",
+    "test_distill_launch",
+    "test_verl_engine",
+]
 LONG += ["test_teacher_head", "test_accuracy", "test_deepspeed", "test_sharding", "test_sampling"]
-LONG += ["test_bad_inputs", "test_torchtitan", "test_loss_step", "test_nemo_automodel", "test_bench", "test_grpo"]
-LONG += ["test_distillation", "test_bad_inputs_triton", "test_epilogue", "test_package", "test_at_ids_beside"]
+LONG += [
+    "test_bad_inputs",
+    "test_torchtitan",
+    "test_prepared",
+    "test_nemo_automodel",
+    "test_bench",
+    "test_grpo",
+]
+LONG += [
+    "test_distillation",
+    "test_bad_inputs_triton",
+    "test_epilogue",
+    "test_package",
+    "test_at_ids_beside",
+]
 
 
 def pytest_addoption(parser):
-    parser.addoption("--all-interpreted", action="store_true", help="on CPUs, too, all tests of the Triton backend")
+    parser.addoption(
+        "--all-interpreted",
+        action="store_true",
+        help="on CPUs, too, all tests of the Triton backend",
+    )
 
 
 def redundant(items):
-    """Those of one test's items that repeat what others before them have: of each parameter a value that they have."""
+    """Those of one test's items that repeat what others before them have: of each parameter a value
+    that they have."""
     seen = set()
     for item in items:
         values = set(enumerate(item.callspec._idlist))  # the ids of its parameters

@@ -1,4 +1,5 @@
-"""The head loss of language models whose vocabulary is sharded over GPUs: one pass, one collective, one backward."""
+"""The head loss of language models whose vocabulary is sharded over GPUs: one pass, one collective,
+one backward."""
 
 import torch
 
@@ -27,10 +28,35 @@ from .statistics import VocabStatistics
 __version__ = "0.2.0"
 
 __all__ = [
-    "IdSets", "Init", "Linear", "LogProbs", "Options", "Sample", "SamplingRule", "Sequences", "Teacher",
-    "TeacherHead", "TopK", "TopKTeacher", "Transform", "VocabParallelEmbedding", "VocabParallelHead", "VocabShard",
-    "VocabStatistics", "clip_grad_norm_", "combine_metrics", "kept_ids", "linear_vocab_statistics", "log_probs",
-    "losses", "multi_token_targets", "reduce_metrics", "register_statistic", "sample", "select_rows",
-    "topk_log_probs", "vocab_statistics",
-]  # fmt: skip
+    "IdSets",
+    "Init",
+    "Linear",
+    "LogProbs",
+    "Options",
+    "Sample",
+    "SamplingRule",
+    "Sequences",
+    "Teacher",
+    "TeacherHead",
+    "TopK",
+    "TopKTeacher",
+    "Transform",
+    "VocabParallelEmbedding",
+    "VocabParallelHead",
+    "VocabShard",
+    "VocabStatistics",
+    "clip_grad_norm_",
+    "combine_metrics",
+    "kept_ids",
+    "linear_vocab_statistics",
+    "log_probs",
+    "losses",
+    "multi_token_targets",
+    "reduce_metrics",
+    "register_statistic",
+    "sample",
+    "select_rows",
+    "topk_log_probs",
+    "vocab_statistics",
+]
 __all__ += head_loss.__all__

@@ -1,14 +1,17 @@
-"""Environment report and self-check, for an issue or a new machine; on one process, or on all ranks of torchrun:
+"""Environment report and self-check, for an issue or a new machine; on one process, or on all ranks
+of torchrun:
 
     python -m tp_headloss
     torchrun --standalone --nproc-per-node 2 -m tp_headloss
 
-The check compares three losses and their gradients with plain torch in float64, on the CPU and on each GPU; on several
-ranks, with the vocabulary sharded over all of them. It takes seconds, and the exit code is 1 if something differs.
+The check compares three losses and their gradients with plain torch in float64, on the CPU and on
+each GPU; on several ranks, with the vocabulary sharded over all of them. It takes seconds, and the
+exit code is 1 if something differs.
 
     python -m tp_headloss plan --tokens 8192 --vocab 128256 --hidden 4096 --tp 2 --from hidden
 
-prints the peak memory and the floor time of every way to a loss of these sizes, and which call to write.
+prints the peak memory and the floor time of every way to a loss of these sizes, and which call to
+write.
 """
 
 import argparse
@@ -32,14 +35,17 @@ TOLERANCE = 1e-5  # of fp32, relative to the largest element
 
 def environment() -> list[str]:
     """Return lines on versions, GPUs and hosts of this process."""
-    lines = [f"tp_headloss {__version__}, Python {platform.python_version()}, {platform.platform()}"]
+    lines = [
+        f"tp_headloss {__version__}, Python {platform.python_version()}, {platform.platform()}"
+    ]
     for name, oldest in NEEDED.items():
         version = torch.__version__ if name == "torch" else installed_version(name)
         lines.append(f"{name} {version or 'not installed'} (>= {oldest})")
     for i in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(i)
         lines.append(
-            f"GPU {i}: {facts.name}, compute capability {facts.major}.{facts.minor}, CUDA {torch.version.cuda}"
+            f"GPU {i}: {facts.name}, compute capability {facts.major}.{facts.minor}, CUDA "
+            f"{torch.version.cuda}"
         )
     if not torch.cuda.is_available():
         lines.append("no GPU: backend 'torch' on the CPU")
@@ -61,7 +67,8 @@ def symmetric_memory(device: torch.device, group: dist.ProcessGroup | None) -> s
 
 
 def self_check(device: torch.device, group: dist.ProcessGroup | None) -> dict[str, float]:
-    """Return the largest error of each check, relative to the largest element: of the loss and of its gradients."""
+    """Return the largest error of each check, relative to the largest element: of the loss and of
+    its gradients."""
     shard, generator = VocabShard.from_group(group, VOCAB), torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
@@ -78,15 +85,24 @@ def self_check(device: torch.device, group: dist.ProcessGroup | None) -> dict[st
         mine = [local(x).to(device, torch.float32).requires_grad_() for x in leaves]
         whole = [x.clone().requires_grad_() for x in leaves]
         found, wanted = ours(*mine), expected(*whole)
-        pairs = [(found, wanted), *zip(torch.autograd.grad(found, mine), torch.autograd.grad(wanted, whole))]
-        errors = [(got.cpu().double() - local(want)).abs().max() / want.abs().max() for got, want in pairs]
+        pairs = [
+            (found, wanted),
+            *zip(torch.autograd.grad(found, mine), torch.autograd.grad(wanted, whole)),
+        ]
+        errors = [
+            (got.cpu().double() - local(want)).abs().max() / want.abs().max() for got, want in pairs
+        ]
         return float(torch.stack(errors).detach().max())
 
     logits, teacher = random(TOKENS, VOCAB), random(TOKENS, VOCAB)
     hidden, weight = random(TOKENS, HIDDEN), random(VOCAB, HIDDEN)
     labels = torch.randint(VOCAB, (TOKENS,), generator=generator)
     here, own_teacher = labels.to(device), Teacher(local(teacher).to(device, torch.float32))
-    terms, distilled, linear = HeadLoss([CrossEntropy(), ZLoss(1e-4)]), HeadLoss([Distillation()]), HeadLoss()
+    terms, distilled, linear = (
+        HeadLoss([CrossEntropy(), ZLoss(1e-4)]),
+        HeadLoss([Distillation()]),
+        HeadLoss(),
+    )
     return {
         "cross-entropy and z-loss": error(
             lambda x: terms(x, here, shard=shard).loss,
@@ -95,7 +111,9 @@ def self_check(device: torch.device, group: dist.ProcessGroup | None) -> dict[st
         ),
         "distillation": error(
             lambda x: distilled(x, here, shard=shard, inputs={"teacher": own_teacher}).loss,
-            lambda x: F.kl_div(x.log_softmax(-1), teacher.log_softmax(-1), reduction="batchmean", log_target=True),
+            lambda x: F.kl_div(
+                x.log_softmax(-1), teacher.log_softmax(-1), reduction="batchmean", log_target=True
+            ),
             logits,
         ),
         "linear head": error(
@@ -122,9 +140,12 @@ def report(devices: list[torch.device], group: dist.ProcessGroup | None) -> tupl
             continue
         results = [found] if group is None else gather_objects(found, group)
         for name in found:
-            worst = max((result[name] for result in results), key=lambda x: (x != x, x))  # NaN is the worst
+            # NaN is the worst
+            worst = max((result[name] for result in results), key=lambda x: (x != x, x))
             passed &= worst <= TOLERANCE
-            lines.append(f"{'ok' if worst <= TOLERANCE else 'FAILED'}: {where}: {name}, error {worst:.1e}")
+            lines.append(
+                f"{'ok' if worst <= TOLERANCE else 'FAILED'}: {where}: {name}, error {worst:.1e}"
+            )
     return [*lines, symmetric_memory(devices[-1], group)], passed
 
 
@@ -137,10 +158,15 @@ def main() -> None:
     given = parser.parse_args()
     if given.command is not None:
         return plan.run(given)
-    ranks, local_rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
+    ranks, local_rank = (
+        int(os.environ.get("WORLD_SIZE", "1")),
+        int(os.environ.get("LOCAL_RANK", "0")),
+    )
     gpus = torch.cuda.device_count()
     if ranks == 1:
-        lines, passed = report([torch.device("cpu"), *(torch.device("cuda", i) for i in range(gpus))], None)
+        lines, passed = report(
+            [torch.device("cpu"), *(torch.device("cuda", i) for i in range(gpus))], None
+        )
     else:
         use_gpus = gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
         device = torch.device("cuda", local_rank) if use_gpus else torch.device("cpu")

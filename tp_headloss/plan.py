@@ -1,8 +1,10 @@
-"""Peak memory and floor time of every way to a cross-entropy and its gradients: `python -m tp_headloss plan`.
+"""Peak memory and floor time of every way to a cross-entropy and its gradients: `python -m
+tp_headloss plan`.
 
-Memory is what one rank allocates at the peak of a step beyond its inputs: beyond the logits, or, from hidden states,
-beyond these and the weight. The floor is the time in which GEMMs multiply at the GPU's peak, and all other kernels read
-what they need and write what they make once. Communication is not in it.
+Memory is what one rank allocates at the peak of a step beyond its inputs: beyond the logits, or,
+from hidden states, beyond these and the weight. The floor is the time in which GEMMs multiply at
+the GPU's peak, and all other kernels read what they need and write what they make once.
+Communication is not in it.
 """
 
 from typing import NamedTuple
@@ -12,7 +14,9 @@ import torch
 from .linear_head import blocks
 
 DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}  # name -> bytes
-CARDS = {  # TB/s, and TFLOP/s of dense products of half precision and of fp32 without TF32, as NVIDIA states them
+# TB/s, and TFLOP/s of dense products of half precision and of fp32 without TF32, as NVIDIA states
+# them
+CARDS = {
     "A100": (2.04, 312.0, 19.5),
     "H100": (3.35, 989.0, 67.0),
     "H200": (4.8, 989.0, 67.0),
@@ -60,7 +64,9 @@ class Head(NamedTuple):
     def sizes(self) -> blocks.Sizes:
         """Sizes from which a linear head plans its blocks."""
         bytes_each = DTYPES[self.dtype]
-        return blocks.Sizes(self.tokens, self.width, self.hidden, bytes_each, bytes_each == 2, bytes_each == 2)
+        return blocks.Sizes(
+            self.tokens, self.width, self.hidden, bytes_each, bytes_each == 2, bytes_each == 2
+        )
 
     @property
     def fp32_sums(self) -> int:
@@ -69,7 +75,8 @@ class Head(NamedTuple):
 
     @property
     def gradients(self) -> tuple[int, int]:
-        """Bytes of dH and dW, the gradients of the hidden states and of this rank's rows of the weight."""
+        """Bytes of dH and dW, the gradients of the hidden states and of this rank's rows of the
+        weight."""
         each = self.hidden * DTYPES[self.dtype]
         return self.tokens * each, self.width * each
 
@@ -77,9 +84,12 @@ class Head(NamedTuple):
 def ways(head: Head, from_hidden: bool) -> list[Way]:
     """Return the ways of a host in plain torch, and then ours."""
     logits = head.logits
-    made, gemms, given = (logits, 3, "F.linear(hidden, weight)") if from_hidden else (0, 0, "logits")
+    made, gemms, given = (
+        (logits, 3, "F.linear(hidden, weight)") if from_hidden else (0, 0, "logits")
+    )
     given = "head(hidden)" if from_hidden and head.tp > 1 else given
-    after = made + sum(head.gradients) if from_hidden else 0  # dH and dW beside the gradient of the logits
+    # dH and dW beside the gradient of the logits
+    after = made + sum(head.gradients) if from_hidden else 0
 
     def way(name: str, peak: int, moved: int, call: str) -> Way:
         return Way(name, max(peak, after) + PER_TOKEN * head.tokens, moved, gemms, call)
@@ -87,10 +97,19 @@ def ways(head: Head, from_hidden: bool) -> list[Way]:
     whole = head.tokens * head.vocab  # logits of all ranks, which a host gathers
     gathered = given if head.tp == 1 else f"gather({given})"
     each = DTYPES[head.dtype]  # log_softmax, its output's gradient and its input's exist at once
-    found = [way("host: F.cross_entropy", 3 * each * whole, 6 * each * whole, f"F.cross_entropy({gathered}, labels)")]
+    found = [
+        way(
+            "host: F.cross_entropy",
+            3 * each * whole,
+            6 * each * whole,
+            f"F.cross_entropy({gathered}, labels)",
+        )
+    ]
     if each == 2:
         call_in_fp32 = f"F.cross_entropy({gathered}.float(), labels)"
-        found.append(way("host: the same in fp32", 12 * whole, (2 * each + 28) * whole, call_in_fp32))
+        found.append(
+            way("host: the same in fp32", 12 * whole, (2 * each + 28) * whole, call_in_fp32)
+        )
     for name, extra, passes, options in (
         ("logits", logits, 3, 'gradient="backward"'),
         ("in place", 0, 3, "inplace=True"),
@@ -103,19 +122,38 @@ def ways(head: Head, from_hidden: bool) -> list[Way]:
 
 
 def _without_logits(head: Head) -> list[Way]:
-    """Return the ways of `HeadLoss.linear`, with default budgets and with a quarter of the logits."""
+    """Return the ways of `HeadLoss.linear`, with default budgets and with a quarter of the
+    logits."""
     quarter, sums = -(-head.logits // 4 >> 20), head.fp32_sums  # MiB, bytes
     rows: list[tuple] = [
         ("recompute", '"recompute"', _recompute(head, None), 4),
-        ("recompute, a quarter", f'"recompute", budget={quarter} << 20', _recompute(head, quarter << 20), 4),
+        (
+            "recompute, a quarter",
+            f'"recompute", budget={quarter} << 20',
+            _recompute(head, quarter << 20),
+            4,
+        ),
         ("one sweep", '"one_sweep"', _one_sweep(head, None), 3),
     ]
     if (budget := quarter + (sums >> 20) + 1) << 20 < head.logits:
-        rows.append(("one sweep, a quarter", f'"one_sweep", budget={budget} << 20', _one_sweep(head, budget << 20), 3))
+        rows.append(
+            (
+                "one sweep, a quarter",
+                f'"one_sweep", budget={budget} << 20',
+                _one_sweep(head, budget << 20),
+                3,
+            )
+        )
     added = f'"one_sweep", budget={quarter} << 20, main_grad=True, upstream=1.0'
     rows.append(("one sweep, main_grad", added, _one_sweep(head, quarter << 20, main_grad=True), 3))
     return [
-        Way(name, memory + PER_TOKEN * head.tokens, 0 if gemms == 4 else 3 * head.logits, gemms, LINEAR.format(linear))
+        Way(
+            name,
+            memory + PER_TOKEN * head.tokens,
+            0 if gemms == 4 else 3 * head.logits,
+            gemms,
+            LINEAR.format(linear),
+        )
         for name, linear, memory, gemms in rows
         if memory is not None
     ]
@@ -130,12 +168,14 @@ def _recompute(head: Head, budget: int | None) -> int | None:
     sums = head.fp32_sums if found.tokens < head.tokens else 0
     rows = 4 * found.tokens * head.hidden if sizes.sums and found.columns < head.width else 0
     backward = found.tokens * sizes.row(found.columns) + rows + (sums or weight_grad)
-    return max(found.forward * sizes.row(head.width), hidden_grad + max(backward, sums + weight_grad))
+    return max(
+        found.forward * sizes.row(head.width), hidden_grad + max(backward, sums + weight_grad)
+    )
 
 
 def _one_sweep(head: Head, budget: int | None, main_grad: bool = False) -> int | None:
-    """Return the peak of one sweep in bytes, or None for a budget that is too small. Once no block is left, dH and dW
-    are there twice, because their multiples by the upstream gradient are."""
+    """Return the peak of one sweep in bytes, or None for a budget that is too small. Once no block
+    is left, dH and dW are there twice, because their multiples by the upstream gradient are."""
     sums, (hidden_grad, weight_grad) = 0 if main_grad else head.fp32_sums, head.gradients
     sizes = head.sizes._replace(weight_sums=bool(sums))
     tokens = blocks.planned(blocks.one_sweep_tokens, sizes, budget, sums)
@@ -153,42 +193,65 @@ def floor_ms(way: Way, head: Head, bandwidth: float, tflops: float) -> float:
 
 
 def report(head: Head, from_hidden: bool, bandwidth: float | None, tflops: float | None) -> str:
-    """Return the table that the command prints, for a GPU of so many TB/s and TFLOP/s; None assumes those of a card."""
+    """Return the table that the command prints, for a GPU of so many TB/s and TFLOP/s; None assumes
+    those of a card."""
     here = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     card = next((name for name in CARDS if name in here), "H100")
     known = CARDS[card][0], CARDS[card][1 if DTYPES[head.dtype] == 2 else 2]
     speeds = bandwidth or known[0], tflops or known[1]
     origin = ["given" if x else f"an {card}'s, assumed" for x in (bandwidth, tflops)]
-    found, beyond = ways(head, from_hidden), "hidden states and weight, with dH and dW" if from_hidden else "the logits"
+    found, beyond = (
+        ways(head, from_hidden),
+        "hidden states and weight, with dH and dW" if from_hidden else "the logits",
+    )
     times = [floor_ms(way, head, *speeds) for way in found]
     lines = [
-        f"{head.tokens} tokens x {head.vocab} ids in {head.dtype}, {head.logits / 2**20:.0f} MiB of logits a rank",
+        f"{head.tokens} tokens x {head.vocab} ids in {head.dtype}, {head.logits / 2**20:.0f} MiB "
+        "of logits a rank",
         f"memory: the peak beyond {beyond}, and beyond a main_grad",
-        f"floor: at {speeds[0]:g} TB/s ({origin[0]}; --bandwidth), {speeds[1]:g} TFLOP/s ({origin[1]}; --tflops),",
+        f"floor: at {speeds[0]:g} TB/s ({origin[0]}; --bandwidth), {speeds[1]:g} TFLOP/s "
+        f"({origin[1]}; --tflops),",
         "  without communication; one read, and recompute's floor, are of an H100",
         "",
         f"{'way':24}{'MiB':>8}{'floor ms':>10}  what to write",
-        *(f"{w.name:24}{w.memory / 2**20:8.0f}{time:10.2f}  {w.call}" for w, time in zip(found, times)),
+        *(
+            f"{w.name:24}{w.memory / 2**20:8.0f}{time:10.2f}  {w.call}"
+            for w, time in zip(found, times)
+        ),
         "",
         f"least memory: {min(found, key=lambda way: way.memory).name}",
-        f"shard = VocabShard.from_group({'None' if head.tp == 1 else 'group'}, vocab_size={head.vocab})",
+        f"shard = VocabShard.from_group({'None' if head.tp == 1 else 'group'}, "
+        f"vocab_size={head.vocab})",
     ]
     if head.tp > 1:
         made = f"head = VocabParallelHead({head.hidden}, shard, weight=weight)  # sums dH over the ranks"
         lines += [made] * from_hidden
-        lines.append("gather: the host's, of all columns, whose backward gives each rank the gradient of its own")
+        lines.append(
+            "gather: the host's, of all columns, whose backward gives each rank the gradient of "
+            "its own"
+        )
     return "\n".join(lines)
 
 
 def add_command(commands) -> None:
     """Add `plan` to the commands of an argparse parser."""
-    parser = commands.add_parser("plan", help="memory and time of every way to a loss", description=__doc__)
+    parser = commands.add_parser(
+        "plan", help="memory and time of every way to a loss", description=__doc__
+    )
     parser.add_argument("--tokens", type=positive, required=True, help="of a step, on a rank")
     parser.add_argument("--vocab", type=positive, required=True, help="ids")
-    parser.add_argument("--hidden", type=positive, default=4096, help="size of the hidden states (default 4096)")
-    parser.add_argument("--tp", type=positive, default=1, help="ranks that share the vocabulary (default 1)")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of logits and weights (default bf16)")
-    parser.add_argument("--from", choices=("logits", "hidden"), default="logits", dest="start", help="what is given")
+    parser.add_argument(
+        "--hidden", type=positive, default=4096, help="size of the hidden states (default 4096)"
+    )
+    parser.add_argument(
+        "--tp", type=positive, default=1, help="ranks that share the vocabulary (default 1)"
+    )
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="bf16", help="of logits and weights (default bf16)"
+    )
+    parser.add_argument(
+        "--from", choices=("logits", "hidden"), default="logits", dest="start", help="what is given"
+    )
     parser.add_argument("--bandwidth", type=speed, metavar="TB/S", help="of the GPU's memory")
     parser.add_argument("--tflops", type=speed, help="of the GPU's products of this dtype")
 

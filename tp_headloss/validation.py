@@ -1,4 +1,5 @@
-"""Checks that are no lines of arguments: transforms of torch.func, dtypes of a GEMM, what kernels can multiply by."""
+"""Checks that are no lines of arguments: transforms of torch.func, dtypes of a GEMM, what kernels
+can multiply by."""
 
 import numbers
 from collections.abc import Callable
@@ -13,15 +14,17 @@ FP32_MAX = torch.finfo(torch.float32).max
 def expect_dense(name: str, x: torch.Tensor):
     """Raise TypeError for a sparse or nested tensor."""
     if x.layout != torch.strided or x.is_nested:
-        raise TypeError(f"{name} must be a dense tensor, got {'a nested one' if x.is_nested else x.layout}")
+        raise TypeError(
+            f"{name} must be a dense tensor, got {'a nested one' if x.is_nested else x.layout}"
+        )
 
 
 def refuse_transforms():
     """Raise RuntimeError within a transform of torch.func; torch's own error would name neither."""
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         raise RuntimeError(
-            "tp_headloss does not support transforms of torch.func (grad, vmap, jacrev, ..): use loss.backward() or "
-            "torch.autograd.grad"
+            "tp_headloss does not support transforms of torch.func (grad, vmap, jacrev, ..): use "
+            "loss.backward() or torch.autograd.grad"
         )
 
 
@@ -33,46 +36,56 @@ def refuse_export(*tensors):
 
 
 def expect_no_gradient(*tensors):
-    """Raise RuntimeError if one of the tensors, or None, requires a gradient: a program has no backward."""
+    """Raise RuntimeError if one of the tensors, or None, requires a gradient: a program has no
+    backward."""
     if any(isinstance(x, torch.Tensor) and x.requires_grad for x in tensors):
         raise RuntimeError(
-            "a program of torch.export holds the forward of tp_headloss and not its backward, so nothing of it may "
-            "require a gradient: export after model.requires_grad_(False), or export and run it under torch.no_grad(). "
-            "To train, use the model itself, with torch.compile or without"
+            "a program of torch.export holds the forward of tp_headloss and not its backward, so "
+            "nothing of it may require a gradient: export after model.requires_grad_(False), or "
+            "export and run it under torch.no_grad(). To train, use the model itself, with "
+            "torch.compile or without"
         )
 
 
 def refuse_batches(gradients):
-    """Raise RuntimeError for upstream gradients that are a batch; torch's own error would not say so."""
+    """Raise RuntimeError for upstream gradients that are a batch; torch's own error would not say
+    so."""
     if torch.compiler.is_compiling():
         return
     for gradient in gradients:
-        if gradient is not None and (is_legacy_batchedtensor(gradient) or is_batchedtensor(gradient)):
+        if gradient is not None and (
+            is_legacy_batchedtensor(gradient) or is_batchedtensor(gradient)
+        ):
             raise RuntimeError(
-                "tp_headloss does not support is_grads_batched=True, nor jacobian(vectorize=True): call "
-                "torch.autograd.grad once for each gradient"
+                "tp_headloss does not support is_grads_batched=True, nor jacobian(vectorize=True): "
+                "call torch.autograd.grad once for each gradient"
             )
 
 
 def refuse_tokens(bad: torch.Tensor, message: Callable[[int], str], hint: str = ""):
-    """Raise ValueError with message(flat index) about the first of the bad tokens [..], if any. Waits for a GPU."""
+    """Raise ValueError with message(flat index) about the first of the bad tokens [..], if any.
+    Waits for a GPU."""
     if len(tokens := bad.flatten().nonzero()):
         raise ValueError(f"{message(int(tokens[0]))}; {len(tokens)} such tokens{hint}")
 
 
 def refuse_float_labels(x, labels):
-    """Raise TypeError for labels that are logits or probabilities; their line refuses others. x: logits or hidden."""
+    """Raise TypeError for labels that are logits or probabilities; their line refuses others. x:
+    logits or hidden."""
     if not isinstance(labels, torch.Tensor) or not labels.is_floating_point():
         return
     said = "" if x.is_floating_point() else " (are logits and labels swapped?)"
     if not said and labels.dim() == x.dim() and labels.shape[:-1] == x.shape[:-1]:
-        said = ": probabilities q are for the term Distillation, inputs={'teacher': Teacher(q.log())}"
+        said = (
+            ": probabilities q are for the term Distillation, inputs={'teacher': Teacher(q.log())}"
+        )
     if said:
         raise TypeError(f"labels must be int64 or int32, got {labels.dtype}{said}")
 
 
 def operand_dtype(hidden: torch.Tensor, weight: torch.Tensor, owner: str = "") -> torch.dtype:
-    """dtype of a GEMM's operands, as torch.nn.functional.linear chooses it; TypeError if they do not go together."""
+    """dtype of a GEMM's operands, as torch.nn.functional.linear chooses it; TypeError if they do
+    not go together."""
     kind = hidden.device.type
     # torch.compile knows the devices that it compiles for, and torch 2.11 cannot trace the question
     known = torch.compiler.is_compiling() or torch.amp.is_autocast_available(kind)
@@ -80,13 +93,18 @@ def operand_dtype(hidden: torch.Tensor, weight: torch.Tensor, owner: str = "") -
     if is_autocast and torch.float64 not in (hidden.dtype, weight.dtype):
         return torch.get_autocast_dtype(kind)
     if hidden.dtype != weight.dtype:
-        raise TypeError(f"{owner}hidden states and weight must have one dtype, got {hidden.dtype} and {weight.dtype}")
+        raise TypeError(
+            f"{owner}hidden states and weight must have one dtype, got {hidden.dtype} and "
+            f"{weight.dtype}"
+        )
     return hidden.dtype
 
 
 def is_number(value) -> TypeGuard[float]:
-    """Return True for a real number of any library, which computes as a float does; True and False are none."""
-    return isinstance(value, (float, int, numbers.Real)) and not isinstance(value, bool)  # first what is quick
+    """Return True for a real number of any library, which computes as a float does; True and False
+    are none."""
+    # first what is quick
+    return isinstance(value, (float, int, numbers.Real)) and not isinstance(value, bool)
 
 
 def fits_fp32(number: float) -> bool:

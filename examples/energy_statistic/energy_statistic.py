@@ -1,4 +1,5 @@
-"""A family of statistics outside of the package: energy = sum of z_j^2 over columns above -inf, d/dz_j = 2 z_j."""
+"""A family of statistics outside of the package: energy = sum of z_j^2 over columns above -inf,
+d/dz_j = 2 z_j."""
 
 from types import SimpleNamespace
 
@@ -62,4 +63,8 @@ class Energy(Family):
         return {"energy": sums["energy"]}, {}
 
     def direct(self, dz, tile, merged, grads):
-        return dz + torch.where(tile.z == -torch.inf, 0.0, 2 * grads["energy"] * tile.z) if "energy" in grads else dz
+        return (
+            dz + torch.where(tile.z == -torch.inf, 0.0, 2 * grads["energy"] * tile.z)
+            if "energy" in grads
+            else dz
+        )

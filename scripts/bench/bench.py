@@ -1,29 +1,33 @@
 """Time and memory of head losses, ours and other people's, side by side in one process.
 
     python scripts/bench/bench.py --tokens 8192 --vocab 32064 128256 --json tp1.json
-    torchrun --standalone --nproc-per-node 4 scripts/bench/bench.py --vocab 128256 --tasks ce --implementations 'ours*'
-    python scripts/bench/bench.py --device cpu --tokens 64 --vocab 1000 --implementations ours torch  # a smoke test
+    torchrun --standalone --nproc-per-node 4 scripts/bench/bench.py --vocab 128256 --tasks ce
+    --implementations 'ours*' python scripts/bench/bench.py --device cpu --tokens 64 --vocab 1000
+    --implementations ours torch  # a smoke test
 
 One row per task, tokens, vocabulary, TP size (the number of processes) and implementation;
 `scripts/bench/plot_bench.py` draws the JSON files of one or more runs.
 
-Check: before it is timed, every implementation computes loss and logits gradient with all labels but those of 16 rows
-ignored, and is compared with float64 on those rows. Too far off is status "wrong": listed and timed, but marked. Not
-done with this first call, which may compile or tune, in `--limit` seconds is status "timed out" (one process). Every
-row is printed, and the JSON written, as soon as it is measured.
+Check: before it is timed, every implementation computes loss and logits gradient with all labels
+but those of 16 rows ignored, and is compared with float64 on those rows. Too far off is status
+"wrong": listed and timed, but marked. Not done with this first call, which may compile or tune, in
+`--limit` seconds is status "timed out" (one process). Every row is printed, and the JSON written,
+as soon as it is measured.
 
-Times, in microseconds, as 10 %, 50 % and 90 % points over the repeats; with several ranks, of the slowest one:
-* forward in grad mode (it saves what its backward needs) and both, of the mean loss over all tokens; backward is their
-  difference;
-* graph: one replay of a CUDA graph between two events, the L2 cache flushed before. null, with the reason, for what
-  cannot be captured;
-* eager: up to 10 steps back to back between two events, divided by their number: as in training, the host may run
-  ahead. host: what it needs to issue one step, measured apart.
-* do_bench (`--do-bench`, one process): both, by `triton.testing.do_bench_cudagraph`, a second clock, without a flush.
+Times, in microseconds, as 10 %, 50 % and 90 % points over the repeats; with several ranks, of the
+slowest one:
+* forward in grad mode (it saves what its backward needs) and both, of the mean loss over all
+  tokens; backward is their difference;
+* graph: one replay of a CUDA graph between two events, the L2 cache flushed before. null, with the
+  reason, for what cannot be captured;
+* eager: up to 10 steps back to back between two events, divided by their number: as in training,
+  the host may run ahead. host: what it needs to issue one step, measured apart.
+* do_bench (`--do-bench`, one process): both, by `triton.testing.do_bench_cudagraph`, a second
+  clock, without a flush.
 
-Floor: what must move through memory, the logits read forward, read and written backward (6 bytes per logit in bf16),
-and those of a teacher read in both (10 bytes), at the copy bandwidth measured in the same process. extra memory: the
-peak above the inputs, after a warm-up.
+Floor: what must move through memory, the logits read forward, read and written backward (6 bytes
+per logit in bf16), and those of a teacher read in both (10 bytes), at the copy bandwidth measured
+in the same process. extra memory: the peak above the inputs, after a warm-up.
 """
 
 from __future__ import annotations
@@ -48,9 +52,10 @@ IGNORED = -100
 CHECKED_ROWS = 16
 TOP_K = 64
 SOFTCAP = 30.0
-SMALL_ENOUGH_FOR_EAGER = 1 << 26  # logits; our torch backend works in blocks of 2^19, thousands of launches on more
-# Relative errors of the loss and (L2) of the gradient that still count as right. Ours may add nothing but float32 noise
-# and a tenth to the error of rounding the true gradient once.
+# logits; our torch backend works in blocks of 2^19, thousands of launches on more
+SMALL_ENOUGH_FOR_EAGER = 1 << 26
+# Relative errors of the loss and (L2) of the gradient that still count as right. Ours may add
+# nothing but float32 noise and a tenth to the error of rounding the true gradient once.
 PEER_TOLERANCE = {"loss": 1e-2, "gradient": 2e-2}
 OUR_TOLERANCE = {"loss": 1e-5, "gradient": 1e-5}
 
@@ -61,9 +66,11 @@ class Task:
 
     name: str
     ours: Callable[[hl.Options], Callable[[Batch], torch.Tensor]]
-    # (logits of the whole vocabulary, labels, **extras) -> mean loss over the valid tokens, and after it any metrics
+    # (logits of the whole vocabulary, labels, **extras) -> mean loss over the valid tokens, and
+    # after it any metrics
     reference: Callable[..., tuple]
-    # (tokens, vocab, draw) -> inputs besides logits and labels, [tokens] or [tokens, K]: the same on all ranks
+    # (tokens, vocab, draw) -> inputs besides logits and labels, [tokens] or [tokens, K]: the same
+    # on all ranks
     extras: Callable[..., dict] = lambda tokens, vocab, draw: {}
     teacher: bool = False  # one more input of that name, like the logits
     plain_pytorch: bool = False  # it has some of its own that HeadLoss(compile=True) can fuse
@@ -72,7 +79,9 @@ class Task:
 def head(*terms, metrics=(), inputs=lambda extras: extras):
     def ours(options, compile=False):
         loss = hl.HeadLoss(terms, metrics=metrics, options=options, compile=compile)
-        return lambda batch: loss(batch.logits, batch.labels, shard=batch.shard, inputs=inputs(batch.extras)).loss
+        return lambda batch: (
+            loss(batch.logits, batch.labels, shard=batch.shard, inputs=inputs(batch.extras)).loss
+        )
 
     return ours
 
@@ -83,7 +92,11 @@ def distillation(*terms):
 
 def topk_distillation(support):
     def teacher(extras):
-        return {"teacher": hl.TopKTeacher(extras["ids"], extras["log_probs"], renormalize=support != "tail")}
+        return {
+            "teacher": hl.TopKTeacher(
+                extras["ids"], extras["log_probs"], renormalize=support != "tail"
+            )
+        }
 
     return head(hl.CrossEntropy(), hl.TopKDistillation(KL_WEIGHT, support=support), inputs=teacher)
 
@@ -93,7 +106,9 @@ def transformed(make):
 
     def ours(options):
         loss = hl.HeadLoss(hl.CrossEntropy(), options=options)
-        return lambda batch: loss(batch.logits, batch.labels, shard=batch.shard, transform=make(batch.extras)).loss
+        return lambda batch: (
+            loss(batch.logits, batch.labels, shard=batch.shard, transform=make(batch.extras)).loss
+        )
 
     return ours
 
@@ -103,8 +118,13 @@ def of_statistics(loss_of, want, labelled=True, given=lambda extras: {}):
 
     def ours(options):
         def loss(batch):
-            labels, how = batch.labels if labelled else None, {"want": want, "options": options, **given(batch.extras)}
-            return loss_of(batch, hl.vocab_statistics(batch.logits, labels, shard=batch.shard, **how))
+            labels, how = (
+                batch.labels if labelled else None,
+                {"want": want, "options": options, **given(batch.extras)},
+            )
+            return loss_of(
+                batch, hl.vocab_statistics(batch.logits, labels, shard=batch.shard, **how)
+            )
 
         return loss
 
@@ -150,7 +170,8 @@ def valid_mean(per_token, labels):
 
 
 def definitions(z, labels):
-    """Per token: lse, log-prob of the label, entropy, whether the label is the argmax, and the valid tokens' mean."""
+    """Per token: lse, log-prob of the label, entropy, whether the label is the argmax, and the
+    valid tokens' mean."""
     log_p = z.log_softmax(-1)
     log_prob = log_p.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     entropy, hit = -(log_p.exp() * log_p).sum(-1), (z.argmax(-1) == labels).to(z.dtype)
@@ -163,7 +184,11 @@ def ce_z_reference(z, labels):
 
 def ce_z_entropy_accuracy_reference(z, labels):
     lse, log_prob, entropy, hit, mean = definitions(z, labels)
-    return mean(Z_WEIGHT * lse**2 - log_prob - ENTROPY_WEIGHT * entropy), mean(entropy.detach()), mean(hit)
+    return (
+        mean(Z_WEIGHT * lse**2 - log_prob - ENTROPY_WEIGHT * entropy),
+        mean(entropy.detach()),
+        mean(hit),
+    )
 
 
 def smoothing_reference(z, labels):
@@ -215,7 +240,9 @@ def jsd(log_p, log_q):
 
 def divergence_reference(divergence):
     def reference(z, labels, teacher):
-        return (valid_mean(divergence(z.log_softmax(-1), teacher.to(z.dtype).log_softmax(-1)), labels),)
+        return (
+            valid_mean(divergence(z.log_softmax(-1), teacher.to(z.dtype).log_softmax(-1)), labels),
+        )
 
     return reference
 
@@ -237,8 +264,14 @@ def topk_reference(support):
         if support == "tail":
             log_p, log_q = tail(log_p), tail(log_q)
         else:
-            log_p, log_q = log_p.log_softmax(-1) if support == "topk" else log_p, log_q.log_softmax(-1)
-        return (F.nll_loss(all_log_p, labels) + KL_WEIGHT * valid_mean(forward_kl(log_p, log_q), labels),)
+            log_p, log_q = (
+                log_p.log_softmax(-1) if support == "topk" else log_p,
+                log_q.log_softmax(-1),
+            )
+        return (
+            F.nll_loss(all_log_p, labels)
+            + KL_WEIGHT * valid_mean(forward_kl(log_p, log_q), labels),
+        )
 
     return reference
 
@@ -276,7 +309,10 @@ def user_reference(z, labels):
     return (mean(0.5 * focal(log_prob) - log_prob),)
 
 
-POLICY = hl.PolicyGradient("clip", clip=(CLIP, CLIP)), hl.KLToReference(KL_WEIGHT, "k3", output_clamp=None)
+POLICY = (
+    hl.PolicyGradient("clip", clip=(CLIP, CLIP)),
+    hl.KLToReference(KL_WEIGHT, "k3", output_clamp=None),
+)
 TASKS = [
     Task("ce", head(hl.CrossEntropy()), lambda z, labels: (F.cross_entropy(z, labels),)),
     Task(
@@ -286,28 +322,44 @@ TASKS = [
     ),
     Task(
         "ce, softcap, temperatures",
-        transformed(lambda extras: hl.Transform(softcap=SOFTCAP, temperature=extras["temperature"])),
+        transformed(
+            lambda extras: hl.Transform(softcap=SOFTCAP, temperature=extras["temperature"])
+        ),
         lambda z, labels, temperature: (
-            F.cross_entropy(SOFTCAP * (z / SOFTCAP).tanh() / temperature.unsqueeze(-1).to(z.dtype), labels),
+            F.cross_entropy(
+                SOFTCAP * (z / SOFTCAP).tanh() / temperature.unsqueeze(-1).to(z.dtype), labels
+            ),
         ),
         lambda tokens, vocab, draw: {"temperature": draw(tokens).abs() + 0.5},
     ),
     Task("ce+z", head(hl.CrossEntropy(), hl.ZLoss(Z_WEIGHT)), ce_z_reference),
     Task(
         "ce+z+entropy+accuracy",
-        head(hl.CrossEntropy(), hl.ZLoss(Z_WEIGHT), hl.Entropy(ENTROPY_WEIGHT), metrics=("entropy", "accuracy")),
+        head(
+            hl.CrossEntropy(),
+            hl.ZLoss(Z_WEIGHT),
+            hl.Entropy(ENTROPY_WEIGHT),
+            metrics=("entropy", "accuracy"),
+        ),
         ce_z_entropy_accuracy_reference,
     ),
     Task(
         "ce+z+smoothing+metrics",
-        head(hl.CrossEntropy(label_smoothing=SMOOTHING), hl.ZLoss(Z_WEIGHT), metrics=("entropy", "accuracy")),
+        head(
+            hl.CrossEntropy(label_smoothing=SMOOTHING),
+            hl.ZLoss(Z_WEIGHT),
+            metrics=("entropy", "accuracy"),
+        ),
         smoothing_reference,
     ),
     Task(
         "log_prob+entropy",
         of_statistics(log_prob_and_entropy, ("entropy",)),
         log_prob_and_entropy_reference,
-        lambda tokens, vocab, draw: {"log_prob": draw(tokens).abs(), "entropy": -draw(tokens).abs()},
+        lambda tokens, vocab, draw: {
+            "log_prob": draw(tokens).abs(),
+            "entropy": -draw(tokens).abs(),
+        },
     ),
     Task(
         "grpo",
@@ -322,17 +374,42 @@ TASKS = [
         user_reference,
         plain_pytorch=True,
     ),
-    Task("ce+kl", distillation(hl.CrossEntropy(), hl.Distillation(KL_WEIGHT)), ce_kl_reference, teacher=True),
+    Task(
+        "ce+kl",
+        distillation(hl.CrossEntropy(), hl.Distillation(KL_WEIGHT)),
+        ce_kl_reference,
+        teacher=True,
+    ),
     Task("kl", distillation(hl.Distillation()), divergence_reference(forward_kl), teacher=True),
     Task(
-        "reverse_kl", distillation(hl.Distillation(1.0, "reverse_kl")), divergence_reference(reverse_kl), teacher=True
+        "reverse_kl",
+        distillation(hl.Distillation(1.0, "reverse_kl")),
+        divergence_reference(reverse_kl),
+        teacher=True,
     ),
     Task("jsd", distillation(hl.Distillation(1.0, "jsd")), divergence_reference(jsd), teacher=True),
-    Task("ce+topk", topk_distillation("vocabulary"), topk_reference("vocabulary"), topk_extras, plain_pytorch=True),
+    Task(
+        "ce+topk",
+        topk_distillation("vocabulary"),
+        topk_reference("vocabulary"),
+        topk_extras,
+        plain_pytorch=True,
+    ),
     Task("ce+topk, renorm", topk_distillation("topk"), topk_reference("topk"), topk_extras),
-    Task("ce+topk, tail", topk_distillation("tail"), topk_reference("tail"), topk_extras, plain_pytorch=True),
+    Task(
+        "ce+topk, tail",
+        topk_distillation("tail"),
+        topk_reference("tail"),
+        topk_extras,
+        plain_pytorch=True,
+    ),
     Task("sets", entropy_and_mass_of_sets, entropy_and_mass_of_sets_reference, set_extras),
-    Task("sets of 1024", entropy_and_mass_of_sets, entropy_and_mass_of_sets_reference, partial(set_extras, k=1024)),
+    Task(
+        "sets of 1024",
+        entropy_and_mass_of_sets,
+        entropy_and_mass_of_sets_reference,
+        partial(set_extras, k=1024),
+    ),
     Task(
         "sets of 1024, by probability",
         entropy_and_mass_of_sets,
@@ -341,12 +418,17 @@ TASKS = [
     ),
     Task("log_probs_at", mean_log_prob_at_ids, log_probs_at_ids_reference, topk_extras),
     Task("ce+rank", head(hl.CrossEntropy(), metrics="rank"), rank_reference),
-    Task(  # the clipped policy gradient, KL to a reference, an entropy bonus, and every metric there is
+    # the clipped policy gradient, KL to a reference, an entropy bonus, and every metric there is
+    Task(
         "rl",
         head(
             *POLICY,
             hl.Entropy(ENTROPY_WEIGHT),
-            metrics=("entropy", hl.PolicyMetrics((CLIP, CLIP), reference=True), hl.GeneratorMetrics()),
+            metrics=(
+                "entropy",
+                hl.PolicyMetrics((CLIP, CLIP), reference=True),
+                hl.GeneratorMetrics(),
+            ),
         ),
         policy_reference(ENTROPY_WEIGHT),
         partial(policy_extras, names=("old", "reference", "generator")),
@@ -368,16 +450,28 @@ def implementations(task, shard, device) -> list[Implementation]:
     if device.type == "cuda":
         options["ours, torch backend"] = hl.Options(backend="torch")
     if shard.world_size > 1:
-        others = [t for t in ("gather", "symm_mem") if t in TRANSPORTS and t != hl.Options().transport]
+        others = [
+            t for t in ("gather", "symm_mem") if t in TRANSPORTS and t != hl.Options().transport
+        ]
         options |= {f"ours, {transport}": hl.Options(transport=transport) for transport in others}
-    if device.type == "cuda" and task.name in (*[task.name for task in TASKS[:6]], "clip+kl+entropy", "rl"):
+    if device.type == "cuda" and task.name in (
+        *[task.name for task in TASKS[:6]],
+        "clip+kl+entropy",
+        "rl",
+    ):
         options["ours, two launches"] = hl.Options(gradient="backward")
         options["ours, one read"] = hl.Options(gradient="forward")
     out = [Implementation(name, lambda o=o: task.ours(o), ours=True) for name, o in options.items()]
     if task.plain_pytorch:
-        out.append(Implementation("ours, compiled terms", lambda: task.ours(hl.Options(), compile=True), ours=True))
+        out.append(
+            Implementation(
+                "ours, compiled terms", lambda: task.ours(hl.Options(), compile=True), ours=True
+            )
+        )
     if shard.world_size == 1:
-        out.append(Implementation("torch, x.float()", lambda: in_torch(task, lambda function: function)))
+        out.append(
+            Implementation("torch, x.float()", lambda: in_torch(task, lambda function: function))
+        )
         out.append(Implementation("torch.compile", lambda: in_torch(task, torch.compile)))
     return out + [
         Implementation(p.name, lambda p=p: p.build(task.name, shard), note=p.note)
@@ -387,20 +481,32 @@ def implementations(task, shard, device) -> list[Implementation]:
 
 
 def in_torch(task, wrap):
-    """The task's definition in float32, as a user of plain torch writes it; its metrics are computed, too."""
-    function = wrap(lambda logits, labels, **extras: task.reference(logits.float(), labels, **extras))
+    """The task's definition in float32, as a user of plain torch writes it; its metrics are
+    computed, too."""
+    function = wrap(
+        lambda logits, labels, **extras: task.reference(logits.float(), labels, **extras)
+    )
     return lambda batch: function(batch.logits, batch.labels, **batch.extras)[0]
 
 
 class Problem:
-    """The inputs of one shape, shared by all tasks and implementations, with a few rows that every rank knows whole."""
+    """The inputs of one shape, shared by all tasks and implementations, with a few rows that every
+    rank knows whole."""
 
     def __init__(self, tokens: int, vocab: int, dtype: torch.dtype, machine: Machine):
         self.shard = shard = hl.VocabShard.from_group(machine.group, vocab)
-        self.columns, self.tokens, self.device, self.dtype = shard.width, tokens, machine.device, dtype
-        self.rows = torch.linspace(0, tokens - 1, min(CHECKED_ROWS, tokens), device=self.device).long()
+        self.columns, self.tokens, self.device, self.dtype = (
+            shard.width,
+            tokens,
+            machine.device,
+            dtype,
+        )
+        self.rows = torch.linspace(
+            0, tokens - 1, min(CHECKED_ROWS, tokens), device=self.device
+        ).long()
         self.whole, self.logits = self.wide(1)
-        self.values = self.logits.clone()  # some implementations write their gradient over the logits
+        # some implementations write their gradient over the logits
+        self.values = self.logits.clone()
         self.logits.requires_grad_()
         self.labels = (self.generator(2)(tokens).abs() * 1e6).long() % vocab
         self.few = torch.full_like(self.labels, IGNORED)
@@ -447,17 +553,22 @@ class Truth:
     def __init__(self, task: Task, problem: Problem, whole_extras: dict, machine: Machine):
         self.problem, self.machine = problem, machine
         z = problem.whole.double().requires_grad_()
-        extras = {name: x.double() if x.is_floating_point() else x for name, x in whole_extras.items()}
+        extras = {
+            name: x.double() if x.is_floating_point() else x for name, x in whole_extras.items()
+        }
         loss = task.reference(z, problem.few[problem.rows], **extras)[0]
         self.loss, self.gradient = loss.item(), problem.mine(torch.autograd.grad(loss, z)[0])
         rounded = self.gradient.to(problem.dtype).double()
         (self.rounding,) = machine.slowest([self.relative(rounded - self.gradient)]).tolist()
 
     def relative(self, difference, elsewhere=0.0) -> float:
-        return math.hypot(difference.norm().item(), elsewhere) / max(self.gradient.norm().item(), 1e-300)
+        return math.hypot(difference.norm().item(), elsewhere) / max(
+            self.gradient.norm().item(), 1e-300
+        )
 
     def errors(self, function, extras) -> list[float]:
-        """Relative errors of loss and gradient, the largest of any rank; a gradient at an ignored row is an error."""
+        """Relative errors of loss and gradient, the largest of any rank; a gradient at an ignored
+        row is an error."""
         batch = self.problem.batch(self.problem.few, extras)
         loss = function(batch)
         gradient = torch.autograd.grad(loss, batch.logits)[0]
@@ -467,12 +578,17 @@ class Truth:
             elsewhere = torch.linalg.vector_norm(gradient, dtype=torch.float32).item()
         errors = abs(loss.item() / self.loss - 1), self.relative(rows - self.gradient, elsewhere)
         self.problem.refill()
-        return self.machine.slowest([math.inf if math.isnan(error) else error for error in errors]).tolist()
+        return self.machine.slowest(
+            [math.inf if math.isnan(error) else error for error in errors]
+        ).tolist()
 
     def accepts(self, errors, ours: bool) -> bool:
         if not ours:
             return errors[0] <= PEER_TOLERANCE["loss"] and errors[1] <= PEER_TOLERANCE["gradient"]
-        return errors[0] <= OUR_TOLERANCE["loss"] and errors[1] <= 1.1 * self.rounding + OUR_TOLERANCE["gradient"]
+        return (
+            errors[0] <= OUR_TOLERANCE["loss"]
+            and errors[1] <= 1.1 * self.rounding + OUR_TOLERANCE["gradient"]
+        )
 
 
 def against_floor(row, nbytes, elements, bandwidth):
@@ -499,8 +615,18 @@ def run_task(task, problem, report, args, bandwidth, absent):
             continue
         if name == "ours, torch backend" and logits.numel() > SMALL_ENOUGH_FOR_EAGER:
             continue
-        row = {"task": task.name, "implementation": name, "tokens": problem.tokens, "vocab": problem.shard.vocab_size}
-        row |= {"tp": problem.shard.world_size, "columns": problem.columns, "status": "ok", "note": implementation.note}
+        row = {
+            "task": task.name,
+            "implementation": name,
+            "tokens": problem.tokens,
+            "vocab": problem.shard.vocab_size,
+        }
+        row |= {
+            "tp": problem.shard.world_size,
+            "columns": problem.columns,
+            "status": "ok",
+            "note": implementation.note,
+        }
         with report.row(f"{heading(row)}, {name}", row):
             with report.set_up(row):
                 try:
@@ -510,7 +636,9 @@ def run_task(task, problem, report, args, bandwidth, absent):
                     row["status"] = f"absent: {reason(error)}"
                     continue
                 errors = truth.errors(function, extras)
-            row["loss_error"], row["gradient_error"] = (float(f"{e:.3g}") if math.isfinite(e) else None for e in errors)
+            row["loss_error"], row["gradient_error"] = (
+                float(f"{e:.3g}") if math.isfinite(e) else None for e in errors
+            )
             if not truth.accepts(errors, implementation.ours):
                 row["status"] = "wrong"
             row |= measure(function, batch, problem, machine, args.do_bench)
@@ -529,18 +657,26 @@ def print_table(rows):
         rows = list(group)
         floor = next((row["floor_us"] for row in rows if "floor_us" in row), None)
         print(f"\n{name}" + ("" if floor is None else f", floor {floor:.0f} us"))
-        print(f"{'':29}{'fwd':>6}{'bwd':>7}{'both':>7}{'/floor':>7}{'eager':>7}{'host':>7}{'MiB':>7}")
+        print(
+            f"{'':29}{'fwd':>6}{'bwd':>7}{'both':>7}{'/floor':>7}{'eager':>7}{'host':>7}{'MiB':>7}"
+        )
         for row in rows:
             print(f"{row['implementation']:28} {cells(row)}")
 
 
 def cells(row):
-    """Medians: the graph's three and their ratio to the floor, then those of eager steps. Or why there are none."""
+    """Medians: the graph's three and their ratio to the floor, then those of eager steps. Or why
+    there are none."""
     if "eager_us" not in row:
         return row["status"]
     graph = row["graph_us"] or {key: [None] * 3 for key in ("forward", "backward", "both")}
     numbers = [graph[key][1] for key in ("forward", "backward", "both")]
-    numbers += [row.get("graph_over_floor"), row["eager_us"]["both"][1], row["host_us"], row["extra_memory_mib"]]
+    numbers += [
+        row.get("graph_over_floor"),
+        row["eager_us"]["both"][1],
+        row["host_us"],
+        row["extra_memory_mib"],
+    ]
     widths, digits = (6, 7, 7, 7, 7, 7, 7), (0, 0, 0, 2, 0, 0, 0)
     texts = ["-" if n is None else f"{n:.{d}f}" for n, d in zip(numbers, digits)]
     status = "" if row["status"] == "ok" else f" {row['status']}"
@@ -549,12 +685,22 @@ def cells(row):
 
 def main(argv=None):
     parser = parser_of(__doc__, tokens=[8192], vocab=32064, seconds=0.1)
-    parser.add_argument("--tasks", nargs="+", choices=[task.name for task in TASKS], default=None, help="default: all")
+    parser.add_argument(
+        "--tasks",
+        nargs="+",
+        choices=[task.name for task in TASKS],
+        default=None,
+        help="default: all",
+    )
     parser.add_argument("--repeats", type=int, default=50, help="at most this many; at least 5")
     parser.add_argument(
-        "--one-thread", action="store_true", help="run backward in the caller's thread, not in autograd's own"
+        "--one-thread",
+        action="store_true",
+        help="run backward in the caller's thread, not in autograd's own",
     )
-    parser.add_argument("--do-bench", action="store_true", help="time graphs by Triton's own benchmark, too")
+    parser.add_argument(
+        "--do-bench", action="store_true", help="time graphs by Triton's own benchmark, too"
+    )
     args = parser.parse_args(argv)
     torch.autograd.set_multithreading_enabled(not args.one_thread)
     packages = {peer.package for peer in PEERS}
@@ -573,7 +719,8 @@ def run_shapes(args, report, bandwidth):
         for task in TASKS:
             if args.tasks is not None and task.name not in args.tasks:
                 continue
-            # Each is compiled for itself: no dynamic shapes, and no limit on the number of recompilations.
+            # Each is compiled for itself: no dynamic shapes, and no limit on the number of
+            # recompilations.
             if "torch._dynamo" in sys.modules:
                 torch.compiler.reset()
             run_task(task, problem, report, args, bandwidth, absent)

@@ -1,14 +1,16 @@
-"""Time and memory of the fused linear head, beside its GEMMs alone and whoever else does it. On GPUs:
+"""Time and memory of the fused linear head, beside its GEMMs alone and whoever else does it. On
+GPUs:
 
     python scripts/bench/bench_linear.py --hidden 4096 8192 --vocab 128256
     torchrun --standalone --nproc-per-node 4 scripts/bench/bench_linear.py --trace
 
-One step: mean cross-entropy, forward and backward, of hidden states [tokens, H], replicated, and a weight shard
-[V/P, H]; dH is summed over the ranks, dW stays. us: medians, of steps in eager mode and of replays of a CUDA graph.
-memory: the peak above inputs, dH and dW. errors: of loss, dH and dW against fp32 arithmetic throughout, as norms.
-GEMMs: over the bare GEMMs of that mode and nothing else, three, or four with the logits made twice. Ours get a budget
-of a quarter of the logits shard for one sweep and an eighth for recompute, unless their names say otherwise; dW goes
-into main_grad, or is returned.
+One step: mean cross-entropy, forward and backward, of hidden states [tokens, H], replicated, and a
+weight shard [V/P, H]; dH is summed over the ranks, dW stays. us: medians, of steps in eager mode
+and of replays of a CUDA graph. memory: the peak above inputs, dH and dW. errors: of loss, dH and dW
+against fp32 arithmetic throughout, as norms. GEMMs: over the bare GEMMs of that mode and nothing
+else, three, or four with the logits made twice. Ours get a budget of a quarter of the logits shard
+for one sweep and an eighth for recompute, unless their names say otherwise; dW goes into main_grad,
+or is returned.
 """
 
 from __future__ import annotations
@@ -26,16 +28,18 @@ from linear_peers import PEERS, SummedGradient
 from timing import Machine, is_wanted, parser_of, reason, reported
 
 from tp_headloss import HeadLoss, Linear, Options, VocabShard
-from tp_headloss.linear_head import call
+from tp_headloss.linear_head import epilogue
 
 IGNORED = -100
-TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 2e-2}  # of loss, dH and dW, else a row is marked wrong
+# of loss, dH and dW, else a row is marked wrong
+TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 2e-2}
 
 
 class Problem:
     def __init__(self, tokens: int, hidden: int, vocab: int, std: float, dtype, machine: Machine):
         self.machine, self.shard = machine, VocabShard.from_group(machine.group, vocab)
-        generator = torch.Generator(machine.device).manual_seed(1)  # the same hidden states and labels on every rank
+        # the same hidden states and labels on every rank
+        generator = torch.Generator(machine.device).manual_seed(1)
 
         def draw(*shape):
             return torch.randn(shape, device=machine.device, generator=generator, dtype=dtype)
@@ -52,7 +56,11 @@ class Problem:
     def truth(self):
         """Loss, dH and dW in fp32 (TF32 is off by default), some tokens at a time."""
         weight, group = self.weight.float(), self.machine.group
-        loss, of_hidden, of_weight = 0.0, torch.empty_like(self.hidden, dtype=torch.float32), torch.zeros_like(weight)
+        loss, of_hidden, of_weight = (
+            0.0,
+            torch.empty_like(self.hidden, dtype=torch.float32),
+            torch.zeros_like(weight),
+        )
         count = (self.labels != IGNORED).sum()
 
         def over_ranks(x, op=dist.ReduceOp.SUM):
@@ -67,9 +75,14 @@ class Problem:
         for first in range(0, len(self.labels), 1024):
             here = slice(first, first + 1024)
             hidden, labels = self.hidden[here].float(), self.labels[here]
-            log_p, q = log_softmax(hidden @ weight.t()), torch.zeros(len(labels), len(weight), device=weight.device)
+            log_p, q = (
+                log_softmax(hidden @ weight.t()),
+                torch.zeros(len(labels), len(weight), device=weight.device),
+            )
             own = (labels >= self.shard.start) & (labels < self.shard.stop)
-            q.scatter_add_(1, torch.where(own, labels - self.shard.start, 0)[:, None], own.float()[:, None])
+            q.scatter_add_(
+                1, torch.where(own, labels - self.shard.start, 0)[:, None], own.float()[:, None]
+            )
             loss += torch.where(labels != IGNORED, -over_ranks((q * log_p).sum(1)), 0.0).sum()
             p = log_p.exp_().sub_(q)
             p *= ((labels != IGNORED) / count)[:, None]
@@ -128,13 +141,13 @@ def materialised(problem, options):
 @contextlib.contextmanager
 def with_engine(engine: str):
     """Let recompute have "epilogue" or "blocks", whatever the device is; "auto": its own choice."""
-    given = call.is_default
+    given = epilogue.is_default
     if engine != "auto":
-        call.is_default = lambda device: engine == "epilogue"
+        epilogue.is_default = lambda device: engine == "epilogue"
     try:
         yield
     finally:
-        call.is_default = given
+        epilogue.is_default = given
 
 
 def ours(problem, mode, budget, main_grad, engine="auto"):
@@ -153,19 +166,26 @@ def ours(problem, mode, budget, main_grad, engine="auto"):
 
     def step():  # dW goes where it is summed over micro-batches anyway
         loss = loss_of(problem.hidden, weight, problem.labels)
-        return loss, torch.autograd.grad(loss, (problem.hidden, weight), allow_unused=True)[0], weight.main_grad
+        return (
+            loss,
+            torch.autograd.grad(loss, (problem.hidden, weight), allow_unused=True)[0],
+            weight.main_grad,
+        )
 
     return step
 
 
 def implementations(problem):
     quarter, eighth = problem.logits_bytes // 4, problem.logits_bytes // 8
-    own_sum = 4 * problem.weight.numel()  # fp32 memory that dW is summed in, if it is returned in half precision
+    # fp32 memory that dW is summed in, if it is returned in half precision
+    own_sum = 4 * problem.weight.numel()
     rows = [
         Implementation("three GEMMs", 3, lambda: gemms(problem, 3)),
         Implementation("four GEMMs", 4, lambda: gemms(problem, 4)),
         Implementation("materialised logits", 3, lambda: materialised(problem, Options())),
-        Implementation("materialised logits, in place", 3, lambda: materialised(problem, Options(inplace=True))),
+        Implementation(
+            "materialised logits, in place", 3, lambda: materialised(problem, Options(inplace=True))
+        ),
     ]
     for name, mode, budget, main_grad, engine in (
         ("one sweep", "one_sweep", quarter, True, "auto"),
@@ -211,7 +231,8 @@ def measure(row, implementation, problem, truth, report):
 
 
 def overlap(step, machine) -> dict:
-    """How much of the collectives' time has a GEMM running beside it, from a profile of one step."""
+    """How much of the collectives' time has a GEMM running beside it, from a profile of one
+    step."""
     from torch.profiler import ProfilerActivity, profile
 
     step()
@@ -219,17 +240,30 @@ def overlap(step, machine) -> dict:
         machine.align()
         step()
         machine.synchronize()
-    spans = [(e.name, e.time_range.start, e.time_range.end) for e in recorded.events() if e.device_type.name == "CUDA"]
-    gemm_spans = [span[1:] for span in spans if any(word in span[0] for word in ("gemm", "cutlass", "nvjet"))]
+    spans = [
+        (e.name, e.time_range.start, e.time_range.end)
+        for e in recorded.events()
+        if e.device_type.name == "CUDA"
+    ]
+    gemm_spans = [
+        span[1:] for span in spans if any(word in span[0] for word in ("gemm", "cutlass", "nvjet"))
+    ]
     kinds = {}
     for name, start, end in spans:
         kinds[name[:60]] = kinds.get(name[:60], 0.0) + end - start
-    out = {"us by kernel": {name: round(us) for name, us in sorted(kinds.items(), key=lambda x: -x[1])[:14]}}
+    out = {
+        "us by kernel": {
+            name: round(us) for name, us in sorted(kinds.items(), key=lambda x: -x[1])[:14]
+        }
+    }
     out["us in all"] = round(max(span[2] for span in spans) - spans[0][1])
     for name, start, end in spans:
         if "nccl" in name and end - start > 50:  # the reduction of dH, not an exchange of packets
             beside = sum(max(0.0, min(end, b) - max(start, a)) for a, b in gemm_spans)
-            out[f"{name[:40]} at {start - spans[0][1]:.0f} us"] = {"us": end - start, "beside_gemms_us": beside}
+            out[f"{name[:40]} at {start - spans[0][1]:.0f} us"] = {
+                "us": end - start,
+                "beside_gemms_us": beside,
+            }
     return out
 
 
@@ -241,9 +275,13 @@ def print_table(rows):
     for name, group in itertools.groupby(rows, shape):
         group = list(group)
         measured = [row for row in reversed(group) if "eager_us" in row]
-        bare = {row["gemms"]: row["eager_us"][1] for row in measured if "GEMMs" in row["implementation"]}
+        bare = {
+            row["gemms"]: row["eager_us"][1] for row in measured if "GEMMs" in row["implementation"]
+        }
         print(f"\n{name}: logits shard {group[0]['logits_mib']:.0f} MiB")
-        print(f"{'':48}{'eager':>8}{'graph':>8}{'/GEMMs':>8}{'MiB':>8}{'/shard':>8}  errors of loss, dH, dW")
+        print(
+            f"{'':48}{'eager':>8}{'graph':>8}{'/GEMMs':>8}{'MiB':>8}{'/shard':>8}  errors of loss, dH, dW"
+        )
         for row in group:
             print(f"{row['implementation']:48} {cells(row, bare)}")
     for row in rows:
@@ -252,7 +290,8 @@ def print_table(rows):
 
 
 def cells(row, bare=None):
-    """Medians of eager steps and of the graph, the ratio to bare GEMMs, memory and errors. Or why there are none."""
+    """Medians of eager steps and of the graph, the ratio to bare GEMMs, memory and errors. Or why
+    there are none."""
     if "eager_us" not in row:
         return row["status"]
     best = row["eager_us"][1]
@@ -267,8 +306,12 @@ def cells(row, bare=None):
 def main(argv=None):
     parser = parser_of(__doc__, tokens=[8192], vocab=128256, seconds=0.5)
     parser.add_argument("--hidden", type=int, nargs="+", default=[4096])
-    parser.add_argument("--std", type=float, default=2.0, help="of the logits: CCE skips gradients that are small")
-    parser.add_argument("--trace", action="store_true", help="print what runs beside the reduction of dH")
+    parser.add_argument(
+        "--std", type=float, default=2.0, help="of the logits: CCE skips gradients that are small"
+    )
+    parser.add_argument(
+        "--trace", action="store_true", help="print what runs beside the reduction of dH"
+    )
     args = parser.parse_args(argv)
     packages = {peer.package for peer in PEERS}
     with reported(args, __file__, argv, cells, print_table, packages, repeats=30) as report:
@@ -283,8 +326,17 @@ def run_shapes(args, report):
         for implementation in implementations(problem):
             if not is_wanted(implementation.name, args.implementations):
                 continue
-            row = {"implementation": implementation.name, "tokens": tokens, "hidden": hidden, "vocab": vocab}
-            row |= {"tp": problem.shard.world_size, "gemms": implementation.gemms, "budget": implementation.budget}
+            row = {
+                "implementation": implementation.name,
+                "tokens": tokens,
+                "hidden": hidden,
+                "vocab": vocab,
+            }
+            row |= {
+                "tp": problem.shard.world_size,
+                "gemms": implementation.gemms,
+                "budget": implementation.budget,
+            }
             row |= {"logits_mib": problem.logits_bytes / 2**20, "std": args.std}
             row |= {"status": "ok", "note": implementation.note}
             with report.row(f"{shape(row)}, {implementation.name}", row):

@@ -1,18 +1,21 @@
-"""A linear head and its GEMMs in turns, on one GPU: what `bench_linear.py` measures one after the other.
+"""A linear head and its GEMMs in turns, on one GPU: what `bench_linear.py` measures one after the
+other.
 
     python scripts/bench/linear_turns.py --ranks 1 4 8 --json linear_turns.json
-    python scripts/bench/linear_turns.py --ways 'one sweep*' --peers '*CuTe' 'quack*' --vocab 128256 32000
+    python scripts/bench/linear_turns.py --ways 'one sweep*' --peers '*CuTe' 'quack*' --vocab 128256
+    32000
 
-A GPU slows down when it draws too much power, so the same GEMMs take 10 % more or less within a run. Here each way of
-computing the loss, dH and dW runs for a while in each of several rounds, of which every other one has the reverse
-order. Times are medians over the rounds, ratios are medians of the ratios to the bare GEMMs of the same round, as
-graphs. One rank of P is a shard of V/P ids alone on the GPU, which sends one packet of statistics: the exchange, and
-the reduction of dH over the ranks, are missing.
+A GPU slows down when it draws too much power, so the same GEMMs take 10 % more or less within a
+run. Here each way of computing the loss, dH and dW runs for a while in each of several rounds, of
+which every other one has the reverse order. Times are medians over the rounds, ratios are medians
+of the ratios to the bare GEMMs of the same round, as graphs. One rank of P is a shard of V/P ids
+alone on the GPU, which sends one packet of statistics: the exchange, and the reduction of dH over
+the ranks, are missing.
 
-block: the budget for a block of logits, as a share of all logits; `+ sums` adds fp32 sums of dH, of all tokens.
-forward: log-probs of the labels alone, without gradients.
-host: microseconds until all kernels of an eager step are launched, on a device with nothing else to do.
-memory: MiB at the peak of a step, without dH and dW.
+block: the budget for a block of logits, as a share of all logits; `+ sums` adds fp32 sums of dH, of
+all tokens. forward: log-probs of the labels alone, without gradients.
+host: microseconds until all kernels of an eager step are launched, on a device with nothing else to
+do. memory: MiB at the peak of a step, without dH and dW.
 first: seconds of the first step, in which kernels are compiled that no way before it has.
 """
 
@@ -40,7 +43,8 @@ class Way(NamedTuple):
     """A way of computing loss, dH and dW, or the log-probs alone."""
 
     mode: str
-    share: int | None = None  # a block has at most this part of the logits; None: the default budget
+    # a block has at most this part of the logits; None: the default budget
+    share: int | None = None
     sums: bool = False  # whether the budget also has room for fp32 sums of dH
     main_grad: bool = False  # else dW is returned
     engine: str = "auto"
@@ -50,7 +54,11 @@ class Way(NamedTuple):
         kind = {"auto": "", "epilogue": ", epilogues", "blocks": ", blocks"}[self.engine]
         if self.mode == "forward":
             return f"forward{kind}"
-        budget = "default budget" if self.share is None else f"1/{self.share}{' + sums' if self.sums else ''}"
+        budget = (
+            "default budget"
+            if self.share is None
+            else f"1/{self.share}{' + sums' if self.sums else ''}"
+        )
         weight = "into main_grad" if self.main_grad else "returned"
         return f"{self.mode.replace('_', ' ')}{kind}, {budget}, dW {weight}"
 
@@ -84,7 +92,9 @@ def log_probs(problem: Problem, engine: str):
     @torch.no_grad()
     def step():
         with with_engine(engine):
-            found = linear_vocab_statistics(problem.hidden, problem.weight, problem.labels, shard=problem.shard)
+            found = linear_vocab_statistics(
+                problem.hidden, problem.weight, problem.labels, shard=problem.shard
+            )
         return found.log_prob, None
 
     return step
@@ -129,7 +139,9 @@ def wanted_implementations(problem: Problem, args) -> list[Implementation]:
     for way in WAYS:
         if is_wanted(way.name, args.ways):
             budget = way.budget(problem)
-            found.append(Implementation(way.name, GEMMS[way.mode], lambda w=way: w.step(problem), budget))
+            found.append(
+                Implementation(way.name, GEMMS[way.mode], lambda w=way: w.step(problem), budget)
+            )
     for peer in PEERS:
         if is_wanted(peer.name, args.peers):
             build = lambda p=peer: differentiated(problem, p.build(problem.shard))  # noqa: E731
@@ -150,7 +162,11 @@ def prepared(implementations: list[Implementation], problem: Problem) -> tuple[d
             out = step()
             machine.synchronize()
             row["first_s"] = round(time.perf_counter() - begin, 1)
-            gradients = [] if out is None else [x for x in out[1:] if x is not None and x.dtype == torch.bfloat16]
+            gradients = (
+                []
+                if out is None
+                else [x for x in out[1:] if x is not None and x.dtype == torch.bfloat16]
+            )
             returned = sum(x.nbytes for x in gradients)
             del gradients
             del out
@@ -165,7 +181,10 @@ def prepared(implementations: list[Implementation], problem: Problem) -> tuple[d
 
 def measured(problem: Problem, args) -> list[dict]:
     """A row for each way, the bare GEMMs among them."""
-    implementations, plans = wanted_implementations(problem, args), {way.name: plan(way, problem) for way in WAYS}
+    implementations, plans = (
+        wanted_implementations(problem, args),
+        {way.name: plan(way, problem) for way in WAYS},
+    )
     runs, rows = prepared(implementations, problem)
     times = in_turns(runs, problem.machine, args.rounds, args.seconds)
     for row, way in zip(rows, implementations):
@@ -188,13 +207,21 @@ def measured(problem: Problem, args) -> list[dict]:
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192])
     parser.add_argument("--hidden", type=int, nargs="+", default=[4096])
     parser.add_argument("--vocab", type=int, nargs="+", default=[128256], help="global vocabulary")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1], help="of the groups one rank of which is timed")
-    parser.add_argument("--ways", nargs="+", default=["*"], help="names or patterns such as '*default*'")
-    parser.add_argument("--peers", nargs="+", default=[], help="names or patterns of others, at one rank")
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=[1], help="of the groups one rank of which is timed"
+    )
+    parser.add_argument(
+        "--ways", nargs="+", default=["*"], help="names or patterns such as '*default*'"
+    )
+    parser.add_argument(
+        "--peers", nargs="+", default=[], help="names or patterns of others, at one rank"
+    )
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=0.06, help="of one way in one round")
     parser.add_argument("--json", help="file for the results")
@@ -202,7 +229,9 @@ def main(argv=None):
     args = parser.parse_args(argv)
     packages = {peer.package for peer in PEERS} if args.peers else ()
     with reported(args, __file__, argv, str, lambda rows: None, packages, repeats=30) as report:
-        for vocab, hidden, tokens, ranks in itertools.product(args.vocab, args.hidden, args.tokens, args.ranks):
+        for vocab, hidden, tokens, ranks in itertools.product(
+            args.vocab, args.hidden, args.tokens, args.ranks
+        ):
             width = -(-vocab // ranks)
             problem = Problem(tokens, hidden, width, 2.0, torch.bfloat16, report.machine)
             problem.shard._set_chunks(whole=ranks == 1)

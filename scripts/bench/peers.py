@@ -1,7 +1,8 @@
 """The other implementations that `bench.py` measures, each called the way its users call it.
 
-None has to be installed: one is imported when it is built, and reported as absent if that fails. To add one, write a
-function under `@peer` that takes a task's name and a shard and returns a function of a `Batch`: the scalar mean loss.
+None has to be installed: one is imported when it is built, and reported as absent if that fails. To
+add one, write a function under `@peer` that takes a task's name and a shard and returns a function
+of a `Batch`: the scalar mean loss.
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ class Batch:
     logits: torch.Tensor  # [tokens, columns of this rank], requires grad
     labels: torch.Tensor  # [tokens] global ids; -100 is ignored
     mask: torch.Tensor  # [tokens] fp32, 0 where the label is ignored
-    count: int  # tokens that are not ignored: a data loader knows it, so nothing has to wait for the device
+    # tokens that are not ignored: a data loader knows it, so nothing has to wait for the device
+    count: int
     shard: VocabShard
     extras: dict[str, torch.Tensor] = field(default_factory=dict)  # what the task needs besides
 
     def mean(self, per_token: torch.Tensor) -> torch.Tensor:
-        """How users of a loss that returns one number per token average it: by their own mask and count."""
+        """How users of a loss that returns one number per token average it: by their own mask and
+        count."""
         return (per_token.flatten() * self.mask).sum() / self.count
 
 
@@ -48,7 +51,8 @@ class Peer:
     gemms: int = 4  # of a linear head: three if the logits are made once
 
 
-ENTERED = contextlib.ExitStack()  # contexts that a peer needs around forward and backward; they outlive its calls
+# contexts that a peer needs around forward and backward; they outlive its calls
+ENTERED = contextlib.ExitStack()
 
 
 def registry() -> tuple[list[Peer], Callable]:
@@ -56,7 +60,8 @@ def registry() -> tuple[list[Peer], Callable]:
     peers: list[Peer] = []
 
     def peer(name: str, *tasks: str, given: dict | None = None, **facts):
-        """given: keywords that this peer's `build` gets besides; of several above a function, the lowest is first."""
+        """given: keywords that this peer's `build` gets besides; of several above a function, the
+        lowest is first."""
 
         def register(build):
             peers.append(Peer(name, tasks, functools.partial(build, **given or {}), **facts))
@@ -99,7 +104,9 @@ def torch_loss_parallel(task, shard):
     ENTERED.enter_context(loss_parallel())  # changes nothing but two operators on DTensors
 
     def loss(batch):
-        place = dict(device_mesh=mesh(batch.logits.device.type), placements=[Shard(1)], run_check=False)
+        place = dict(
+            device_mesh=mesh(batch.logits.device.type), placements=[Shard(1)], run_check=False
+        )
         shape, stride = (len(batch.labels), shard.vocab_size), (shard.vocab_size, 1)
         logits = DTensor.from_local(batch.logits, **place, shape=torch.Size(shape), stride=stride)
         return F.cross_entropy(logits.float(), batch.labels).to_local()
@@ -109,7 +116,9 @@ def torch_loss_parallel(task, shard):
 
 def in_sequences(function, *args, **keywords):
     """The mean of per-token losses of logits [sequence, batch, columns]."""
-    return lambda batch: batch.mean(function(batch.logits.unsqueeze(1), batch.labels.unsqueeze(1), *args, **keywords))
+    return lambda batch: batch.mean(
+        function(batch.logits.unsqueeze(1), batch.labels.unsqueeze(1), *args, **keywords)
+    )
 
 
 @peer("Megatron-Core", "ce", package="megatron-core")
@@ -126,7 +135,12 @@ def megatron_fused(task, shard):
     return in_sequences(fused_vocab_parallel_cross_entropy, some_group(shard))
 
 
-@peer("Transformer Engine, in place", "ce", package="transformer-engine", given={"overwrite_input": True})
+@peer(
+    "Transformer Engine, in place",
+    "ce",
+    package="transformer-engine",
+    given={"overwrite_input": True},
+)
 @peer("Transformer Engine", "ce", package="transformer-engine")
 def transformer_engine(task, shard, **options):
     from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
@@ -135,12 +149,15 @@ def transformer_engine(task, shard, **options):
 
 
 def verl_loss(batch, log_prob, entropy):
-    """Its policy loss, k3, entropy and metrics; without its dual clip and clamps, which the task does not have."""
+    """Its policy loss, k3, entropy and metrics; without its dual clip and clamps, which the task
+    does not have."""
     extras = batch.extras
     log_ratio, gap = log_prob - extras["old_log_prob"], extras["reference_log_prob"] - log_prob
     ratio, advantage = log_ratio.exp(), extras["advantages"]
     free, clipped = -advantage * ratio, -advantage * ratio.clamp(1 - CLIP, 1 + CLIP)
-    policy, k3, bonus = map(batch.mean, (torch.maximum(free, clipped), gap.exp() - gap - 1, entropy))
+    policy, k3, bonus = map(
+        batch.mean, (torch.maximum(free, clipped), gap.exp() - gap - 1, entropy)
+    )
     for metric in (-log_ratio, (clipped > free).float()):
         batch.mean(metric.detach())
     return policy + KL_WEIGHT * k3 - ENTROPY_WEIGHT * bonus
@@ -148,9 +165,13 @@ def verl_loss(batch, log_prob, entropy):
 
 @peer("verl", "rl", "log_prob+entropy", package="verl")
 def verl(task, shard):
-    """Its Megatron engine, from the logits on. Megatron's model wrapper makes them fp32 before verl sees them."""
+    """Its Megatron engine, from the logits on. Megatron's model wrapper makes them fp32 before verl
+    sees them."""
     from megatron.core import parallel_state
-    from verl.utils.megatron.tensor_parallel import vocab_parallel_entropy, vocab_parallel_log_probs_from_logits
+    from verl.utils.megatron.tensor_parallel import (
+        vocab_parallel_entropy,
+        vocab_parallel_log_probs_from_logits,
+    )
 
     parallel_state._TENSOR_MODEL_PARALLEL_GROUP = some_group(shard)
 
@@ -167,7 +188,14 @@ def verl(task, shard):
     return loss
 
 
-@peer("Liger", "ce", "ce+z", package="liger-kernel", sharded=False, note="gradient in forward, over the logits")
+@peer(
+    "Liger",
+    "ce",
+    "ce+z",
+    package="liger-kernel",
+    sharded=False,
+    note="gradient in forward, over the logits",
+)
 def liger(task, shard):
     from liger_kernel.transformers import LigerCrossEntropyLoss
 
@@ -175,7 +203,14 @@ def liger(task, shard):
     return lambda batch: module(batch.logits, batch.labels)
 
 
-@peer("Liger, CuTe", "ce", "ce+z", package="liger-kernel", sharded=False, note="gradient in forward, over the logits")
+@peer(
+    "Liger, CuTe",
+    "ce",
+    "ce+z",
+    package="liger-kernel",
+    sharded=False,
+    note="gradient in forward, over the logits",
+)
 def liger_cute(task, shard):
     """Its kernel in the CuTe DSL, which it uses for this loss only on request."""
     import cutlass.cute  # noqa: F401
@@ -185,13 +220,27 @@ def liger_cute(task, shard):
     return lambda batch: dispatch("cross_entropy", batch.logits, batch.labels, **options)[0]
 
 
-FP32 = {"package": "liger-kernel", "sharded": False, "note": "log-probs in fp32", "given": {"dtype": torch.float32}}
+FP32 = {
+    "package": "liger-kernel",
+    "sharded": False,
+    "note": "log-probs in fp32",
+    "given": {"dtype": torch.float32},
+}
 
 
 @peer("Liger, x.float()", "kl", "reverse_kl", "jsd", **FP32)
-@peer("Liger", "kl", "reverse_kl", "jsd", package="liger-kernel", sharded=False, note="log-probs like logits")
+@peer(
+    "Liger",
+    "kl",
+    "reverse_kl",
+    "jsd",
+    package="liger-kernel",
+    sharded=False,
+    note="log-probs like logits",
+)
 def liger_divergence(task, shard, dtype=None):
-    """Of log-probs, which its users make in torch. In Triton, unless the CuTe DSL that it prefers is installed."""
+    """Of log-probs, which its users make in torch. In Triton, unless the CuTe DSL that it prefers
+    is installed."""
     from liger_kernel.transformers import LigerJSD, LigerKLDIVLoss
 
     jsd = LigerJSD(beta=1.0 if task == "reverse_kl" else 0.5)
@@ -219,7 +268,9 @@ def liger_vocab_parallel(task, shard):
 def flash_attention(task, shard, inplace=False):
     from flash_attn.ops.triton.cross_entropy import cross_entropy_loss
 
-    options = dict(lse_square_scale=z_weight(task), inplace_backward=inplace, process_group=shard.group)
+    options = dict(
+        lse_square_scale=z_weight(task), inplace_backward=inplace, process_group=shard.group
+    )
     return lambda batch: batch.mean(cross_entropy_loss(batch.logits, batch.labels, **options)[0])
 
 
@@ -236,7 +287,9 @@ def quack_one_launch(task, shard):
     """Its forward that writes the gradient, too; of a mean by a class weight of 1 / count."""
     from quack.cross_entropy import cross_entropy_fwd
 
-    weights = functools.cache(lambda *key: torch.full((shard.vocab_size,), 1 / key[0], device=key[1]))
+    weights = functools.cache(
+        lambda *key: torch.full((shard.vocab_size,), 1 / key[0], device=key[1])
+    )
 
     def loss(batch):
         logits, weight = batch.logits.detach(), weights(batch.count, batch.logits.device)
@@ -251,7 +304,12 @@ def deepspeed(task, shard):
     """Its loss in torch; the one for sequence parallelism gathers the same per-token losses."""
     from deepspeed.sequence.cross_entropy import vocab_parallel_cross_entropy
 
-    facts = dict(tp_group=shard.group, vocab_start_index=shard.start, vocab_end_index=shard.stop, reduction="mean")
+    facts = dict(
+        tp_group=shard.group,
+        vocab_start_index=shard.start,
+        vocab_end_index=shard.stop,
+        reduction="mean",
+    )
     return lambda batch: vocab_parallel_cross_entropy(batch.logits, batch.labels, **facts)
 
 
@@ -267,7 +325,9 @@ def nemo_rl_log_prob_and_entropy(task, shard):
 
     def loss(batch):
         logits, labels = batch.logits.unsqueeze(0), batch.labels.unsqueeze(0)
-        log_prob = ChunkedDistributedLogprob.apply(logits, labels, shard.start, shard.stop, NEMO_RL_CHUNK, group)
+        log_prob = ChunkedDistributedLogprob.apply(
+            logits, labels, shard.start, shard.stop, NEMO_RL_CHUNK, group
+        )
         negative_entropy = ChunkedDistributedEntropy.apply(logits, NEMO_RL_CHUNK, group)
         a, b = batch.extras["log_prob"], batch.extras["entropy"]
         return batch.mean(b * negative_entropy.squeeze(0) - a * log_prob.squeeze(0))
@@ -276,7 +336,8 @@ def nemo_rl_log_prob_and_entropy(task, shard):
 
 
 class _GradientAtHand(torch.autograd.Function):
-    """A loss that came with its gradient, for an upstream gradient of 1: how Fast-LLM itself enters autograd."""
+    """A loss that came with its gradient, for an upstream gradient of 1: how Fast-LLM itself enters
+    autograd."""
 
     @staticmethod
     def forward(ctx, logits, loss, gradient):
@@ -289,22 +350,29 @@ class _GradientAtHand(torch.autograd.Function):
 
 
 def fast_llm_metrics(batch, label_counts, softmax, weighted):
-    """Its policy metrics, the tokens taken for one document: means, sums for the ratio's variance, extremes."""
+    """Its policy metrics, the tokens taken for one document: means, sums for the ratio's variance,
+    extremes."""
     highest, total, target = softmax
     advantage, old, valid = batch.extras["advantage"], batch.extras["old"], batch.labels >= 0
     log_total, share = total.log(), batch.mask / label_counts.clamp(min=1)
     log_ratio = target - highest - log_total - old
     ratio, entropy = log_ratio.exp(), log_total - weighted / total
     clipped = ((ratio < 1 - CLIP) | (ratio > 1 + CLIP)).float()
-    means = [(x * share).sum() for x in (old, ratio, ratio - log_ratio - 1, clipped, advantage, entropy)]
+    means = [
+        (x * share).sum() for x in (old, ratio, ratio - log_ratio - 1, clipped, advantage, entropy)
+    ]
     sums = [(x * batch.mask).sum() for x in (ratio, ratio * ratio)]
-    extremes = [torch.where(valid, advantage, -torch.inf).max(), torch.where(valid, advantage, torch.inf).min()]
+    extremes = [
+        torch.where(valid, advantage, -torch.inf).max(),
+        torch.where(valid, advantage, torch.inf).min(),
+    ]
     return [*means, *sums, *extremes, batch.mask.sum()]
 
 
 @peer("Fast-LLM", "ce", "ce+z", "grpo", package="fast-llm", note="gradient in forward")
 def fast_llm(task, shard):
-    """Its monolithic kernel. The entropy's gradient and the accuracy are not among its losses and metrics."""
+    """Its monolithic kernel. The entropy's gradient and the accuracy are not among its losses and
+    metrics."""
     from fast_llm.functional.triton.monolithic_loss import triton_monolithic_loss_forward_backward
 
     def loss(batch):
@@ -312,8 +380,16 @@ def fast_llm(task, shard):
         if task != "ce":
             terms["z"] = (batch.mask, Z_WEIGHT)
         if task == "grpo":
-            label_counts = torch.full_like(batch.mask, batch.count)  # with them, the mean log-prob is a metric, too
-            terms["grpo"] = (batch.extras["advantage"], batch.extras["old"], 1.0, CLIP, CLIP, label_counts)
+            # with them, the mean log-prob is a metric, too
+            label_counts = torch.full_like(batch.mask, batch.count)
+            terms["grpo"] = (
+                batch.extras["advantage"],
+                batch.extras["old"],
+                1.0,
+                CLIP,
+                CLIP,
+                label_counts,
+            )
         cross_entropy, z_loss, policy, _, gradient, softmax, weighted = triton_monolithic_loss_forward_backward(
             batch.logits.detach(), batch.labels, None, 1.0, shard.group, batch.count, **terms,
             compute_metrics=task == "grpo",
@@ -331,7 +407,8 @@ def fast_llm(task, shard):
 
 @peer("Fast-LLM", "kl", "reverse_kl", "ce+kl", package="fast-llm", note="gradient in forward")
 def fast_llm_distillation(task, shard):
-    """Its kernel for a teacher's distribution adds to the gradient that the one for labels left, if there is one."""
+    """Its kernel for a teacher's distribution adds to the gradient that the one for labels left, if
+    there is one."""
     from fast_llm.functional.config import EntropyLossType, TargetFormat
     from fast_llm.functional.triton.entropy_loss import triton_entropy_loss_forward_backward
     from fast_llm.functional.triton.monolithic_loss import triton_monolithic_loss_forward_backward

@@ -7,8 +7,9 @@
     plot_bench.py tp1_ce.json tp2_a.json tp2_b.json tp4_ce.json --part scaling \\
         --only ours Fast-LLM Liger flash-attention 'Transformer Engine' --out bench_scaling.png
 
-Panels without data (one TP size only, say) are left out. Times are those of a CUDA graph (filled markers), or eager
-ones (hollow) of what cannot be captured. A cross marks what computed something wrong.
+Panels without data (one TP size only, say) are left out. Times are those of a CUDA graph (filled
+markers), or eager ones (hollow) of what cannot be captured. A cross marks what computed something
+wrong.
 """
 
 import argparse
@@ -45,7 +46,8 @@ TASKS = {  # as bench.py calls them -> as the pictures do
 def load(paths):
     rows = [row for path in paths for row in json.loads(Path(path).read_text())["rows"]]
     identity = ("task", "tokens", "vocab", "tp", "implementation")
-    rows = list({tuple(row[key] for key in identity): row for row in rows}.values())  # the last of what is there twice
+    # the last of what is there twice
+    rows = list({tuple(row[key] for key in identity): row for row in rows}.values())
     return [row for row in rows if row.get("eager_us")]
 
 
@@ -54,15 +56,22 @@ def over_floor(row):
 
 
 def styles(rows):
-    """name -> (colour, line style): one colour per family, "ours" first, lighter and dashed for its variants."""
-    names = sorted({"ours"} | {row["implementation"] for row in rows}, key=lambda n: (not n.startswith("ours"), n))
+    """name -> (colour, line style): one colour per family, "ours" first, lighter and dashed for its
+    variants."""
+    names = sorted(
+        {"ours"} | {row["implementation"] for row in rows},
+        key=lambda n: (not n.startswith("ours"), n),
+    )
     families = list(dict.fromkeys(name.split(",")[0] for name in names))
     seen, out = Counter(), {}
     for name in names:
         family = name.split(",")[0]
         color = mcolors.to_rgb(FAMILIES[families.index(family) % len(FAMILIES)])
         paler = min(0.35 * seen[family], 0.7)
-        out[name] = tuple(c + paler * (1 - c) for c in color), ["-", "--", ":", "-."][seen[family] % 4]
+        out[name] = (
+            tuple(c + paler * (1 - c) for c in color),
+            ["-", "--", ":", "-."][seen[family] % 4],
+        )
         seen[family] += 1
     used = {row["implementation"] for row in rows}
     return {name: style for name, style in out.items() if name in used}
@@ -82,7 +91,17 @@ def at(rows, **values):
 
 def point(axis, x, y, row, color):
     filled = bool(row.get("graph_over_floor"))
-    axis.plot(x, y, "o", color=color, mfc=color if filled else "white", ms=6, mew=1.3, zorder=3, clip_on=False)
+    axis.plot(
+        x,
+        y,
+        "o",
+        color=color,
+        mfc=color if filled else "white",
+        ms=6,
+        mew=1.3,
+        zorder=3,
+        clip_on=False,
+    )
     if row["status"] == "wrong":
         axis.plot(x, y, "x", color="black", ms=10, mew=1.5, zorder=4)
 
@@ -90,7 +109,9 @@ def point(axis, x, y, row, color):
 def ratio_axis(axis, direction, values):
     """A logarithmic axis of times over the floor, with plain numbers."""
     getattr(axis, f"set_{direction}scale")("log")
-    ticks = (1, 1.25, 1.5, 2, 3, 4) if max(values) < 5 else (1, 2, 3, 5, 10, 20, 50, 100, 1000, 10000)
+    ticks = (
+        (1, 1.25, 1.5, 2, 3, 4) if max(values) < 5 else (1, 2, 3, 5, 10, 20, 50, 100, 1000, 10000)
+    )
     ticks = [tick for tick in ticks if tick <= 1.15 * max(values)]
     side = getattr(axis, f"{direction}axis")
     side.set_major_locator(FixedLocator(ticks))
@@ -109,7 +130,9 @@ def by_task(axis, rows, style, shape):
     ratio_axis(axis, "x", [over_floor(row) for row in rows])
     axis.set_yticks(range(len(tasks)), [TASKS.get(task, task) for task in tasks])
     axis.set_ylim(-0.6, len(tasks) - 0.4)
-    axis.set(title=", ".join(map(named, shape.items())), xlabel="forward + backward, time over the floor")
+    axis.set(
+        title=", ".join(map(named, shape.items())), xlabel="forward + backward, time over the floor"
+    )
     axis.grid(lw=0.4, color="#cccccc")
 
 
@@ -129,7 +152,9 @@ def scaling(axis, rows, style, key, label, shape):
     axis.set_xscale("log", base=2)
     axis.xaxis.set_major_locator(FixedLocator(values))
     axis.xaxis.set_minor_locator(NullLocator())
-    axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x / 1000:.0f}k" if key == "vocab" else f"{x:g}"))
+    axis.xaxis.set_major_formatter(
+        FuncFormatter(lambda x, _: f"{x / 1000:.0f}k" if key == "vocab" else f"{x:g}")
+    )
     if len(values) > 3:  # steep enough for 128k beside 152k
         plt.setp(axis.get_xticklabels(), rotation=60, ha="right", rotation_mode="anchor")
     ratio_axis(axis, "y", [over_floor(row) for row in rows])
@@ -140,25 +165,42 @@ def scaling(axis, rows, style, key, label, shape):
 def legend(figure, style, rows):
     """The lines of all implementations, and the markers of exceptions."""
     handles = [
-        Line2D([], [], color=color, ls=line, marker="o", lw=2 if name.startswith("ours") else 1.1, label=name)
+        Line2D(
+            [],
+            [],
+            color=color,
+            ls=line,
+            marker="o",
+            lw=2 if name.startswith("ours") else 1.1,
+            label=name,
+        )
         for name, (color, line) in style.items()
     ]
     plain = dict(color="#555555", lw=0)
     if any(not row.get("graph_over_floor") for row in rows):
-        handles.append(Line2D([], [], marker="o", mfc="white", label="eager: not capturable", **plain))
+        handles.append(
+            Line2D([], [], marker="o", mfc="white", label="eager: not capturable", **plain)
+        )
     if any(row["status"] == "wrong" for row in rows):
         handles.append(Line2D([], [], marker="x", ms=9, label="result wrong", **plain))
     figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
 
 
 def draw(part, rows, task, shape):
-    """One figure: "tasks", or "scaling" of one task, at a shape and along its numbers of tokens, ids and GPUs."""
+    """One figure: "tasks", or "scaling" of one task, at a shape and along its numbers of tokens,
+    ids and GPUs."""
     if part == "tasks":
-        figure = plt.figure(figsize=(10, 2 + 0.4 * len({row["task"] for row in rows})), layout="constrained")
+        figure = plt.figure(
+            figsize=(10, 2 + 0.4 * len({row["task"] for row in rows})), layout="constrained"
+        )
         by_task(figure.subplots(), rows, styles(rows), shape)
     else:
         rows = at(rows, task=task)
-        ways = [("tokens", "tokens"), ("vocab", "ids of the vocabulary"), ("tp", "GPUs that share the vocabulary")]
+        ways = [
+            ("tokens", "tokens"),
+            ("vocab", "ids of the vocabulary"),
+            ("tp", "GPUs that share the vocabulary"),
+        ]
         ways = [(key, label) for key, label in ways if len({row[key] for row in rows}) > 1]
         figure = plt.figure(figsize=(10, 5.6), layout="constrained")
         for (key, label), axis in zip(ways, figure.subplots(1, len(ways), squeeze=False)[0]):
@@ -168,7 +210,9 @@ def draw(part, rows, task, shape):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("json", nargs="+", help="files of bench.py --json")
     parser.add_argument("--part", choices=("tasks", "scaling"), default="tasks")
     parser.add_argument("--out", default="bench.png")
@@ -176,13 +220,19 @@ def main():
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--vocab", type=int, default=128256)
     parser.add_argument("--tp", type=int, help="default: the smallest number of GPUs")
-    parser.add_argument("--without", nargs="+", default=[], help="implementations that are not drawn")
+    parser.add_argument(
+        "--without", nargs="+", default=[], help="implementations that are not drawn"
+    )
     parser.add_argument("--only", nargs="+", help="those that are drawn")
     args = parser.parse_args()
     rows = load(args.json)
     rows = [row for row in rows if row["implementation"] not in args.without]
     rows = [row for row in rows if args.only is None or row["implementation"] in args.only]
-    shape = {"tokens": args.tokens, "vocab": args.vocab, "tp": args.tp or min(row["tp"] for row in rows)}
+    shape = {
+        "tokens": args.tokens,
+        "vocab": args.vocab,
+        "tp": args.tp or min(row["tp"] for row in rows),
+    }
     if not at(rows, **shape):
         parser.error(f"no measured rows of {shape} in {args.json}")
     figure = draw(args.part, rows, args.task, shape)

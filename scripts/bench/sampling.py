@@ -1,16 +1,18 @@
-"""Time and memory of `sample`, beside plain torch: a sort of the vocabulary, softmax, cumulative sum and multinomial.
+"""Time and memory of `sample`, beside plain torch: a sort of the vocabulary, softmax, cumulative
+sum and multinomial.
 
     python scripts/bench/sampling.py --json tp1_sampling.json
     torchrun --standalone --nproc-per-node 4 scripts/bench/sampling.py  # ours alone
     python scripts/bench/sampling.py --device cpu --tokens 4 --vocab 1000  # a smoke test
 
-One row per spread (standard deviation of normal logits), number of tokens, rule and implementation; as many ranks as
-processes share the vocabulary. Both give ids and log-probs of the truncated distribution; ours also those of the whole
-vocabulary and the kept sets. Times in microseconds of calls back to back, the slowest rank's, as 10 %, 50 % and 90 %
-points. extra memory: the peak above the logits. kept: mean size of a set.
+One row per spread (standard deviation of normal logits), number of tokens, rule and implementation;
+as many ranks as processes share the vocabulary. Both give ids and log-probs of the truncated
+distribution; ours also those of the whole vocabulary and the kept sets. Times in microseconds of
+calls back to back, the slowest rank's, as 10 %, 50 % and 90 % points. extra memory: the peak above
+the logits. kept: mean size of a set.
 
-Check: before a rule is timed, the sizes of its sets are compared with those of plain torch, whose sums are in fp32
-and in another order; `sizes_differ` is the largest difference.
+Check: before a rule is timed, the sizes of its sets are compared with those of plain torch, whose
+sums are in fp32 and in another order; `sizes_differ` is the largest difference.
 """
 
 from __future__ import annotations
@@ -76,7 +78,9 @@ def measure(machine, name, logits, rule, shard) -> dict:
 def cells(row) -> str:
     if row["status"] != "ok":
         return row["status"]
-    kept = f", kept {row['kept']}, sizes differ by {row.get('sizes_differ')}" if "kept" in row else ""
+    kept = (
+        f", kept {row['kept']}, sizes differ by {row.get('sizes_differ')}" if "kept" in row else ""
+    )
     return f"{row['eager_us'][1]:.0f} us, {row['extra_memory_mib']} MiB{kept}"
 
 
@@ -97,9 +101,17 @@ def run_shape(args, report, vocab, spread, tokens):
     logits.normal_(0, spread, generator=generator)
     logits = logits[:, shard.start : shard.stop].contiguous()
     for rule, name in itertools.product(args.rules, IMPLEMENTATIONS):
-        if not is_wanted(name, args.implementations) or (name == "torch" and machine.group is not None):
+        if not is_wanted(name, args.implementations) or (
+            name == "torch" and machine.group is not None
+        ):
             continue  # plain torch knows no shards
-        row = {"vocab": vocab, "spread": spread, "tokens": tokens, "rule": rule, "implementation": name}
+        row = {
+            "vocab": vocab,
+            "spread": spread,
+            "tokens": tokens,
+            "rule": rule,
+            "implementation": name,
+        }
         with report.row(f"spread {spread}, {tokens} tokens, {rule}, {name}", row):
             row |= measure(machine, name, logits, RULES[rule], shard) | {"status": "ok"}
         machine.release()

@@ -1,10 +1,13 @@
-"""What the exchange of a cross-entropy costs at 8 to 512 ranks of one vocabulary: the model of docs/scale.md.
+"""What the exchange of a cross-entropy costs at 8 to 512 ranks of one vocabulary: the model of
+docs/scale.md.
 
     python scripts/bench/scale.py                      # the table of docs/scale.md
-    python scripts/bench/scale.py --tokens 2048 --slow-link 100 3   # other constants: GB/s and microseconds of a step
+    python scripts/bench/scale.py --tokens 2048 --slow-link 100 3   # other constants: GB/s and
+    microseconds of a step
 
-Volumes are exact (a test counts them in simulated groups), times are the model's: a collective takes a number of steps,
-each with the latency of its slowest link, and moves its bytes at that link's rate. No GPU is used.
+Volumes are exact (a test counts them in simulated groups), times are the model's: a collective
+takes a number of steps, each with the latency of its slowest link, and moves its bytes at that
+link's rate. No GPU is used.
 """
 
 import argparse
@@ -15,7 +18,8 @@ NODE = 8  # ranks that NVLink joins
 RANKS = 8, 16, 32, 64, 128, 256, 512
 ROWS = 4  # of fp32 in a cross-entropy's packet
 LANES = 3  # of float64 of the transport "sum", after a maximum in fp32
-MEMORY = 3.2e6  # bytes per microsecond at which a merge reads packets: an H200's, as the merge kernel reaches it
+# bytes per microsecond at which a merge reads packets: an H200's, as the merge kernel reaches it
+MEMORY = 3.2e6
 
 
 class Link(NamedTuple):
@@ -27,7 +31,8 @@ class Link(NamedTuple):
         return steps * self.step + size / (self.rate * 1e3)
 
 
-FAST = Link(147.0, 3.3)  # NVLink: from all-gathers of 0.4 and 1.6 MB on four H200, 12 and 18 us in CUDA graphs
+# NVLink: from all-gathers of 0.4 and 1.6 MB on four H200, 12 and 18 us in CUDA graphs
+FAST = Link(147.0, 3.3)
 SLOW = Link(50.0, 5.0)  # InfiniBand NDR, a port per GPU: assumed
 
 
@@ -60,11 +65,16 @@ def sum_time(ranks: int, tokens: int, slow: Link) -> float:
 
 
 def nodes_first_time(ranks: int, tokens: int, slow: Link) -> float:
-    """An all-gather within the node, a merge to one packet, and a ring all-gather over nodes; not implemented."""
+    """An all-gather within the node, a merge to one packet, and a ring all-gather over nodes; not
+    implemented."""
     nodes = max(ranks // NODE, 1)
     inside = gather_time(min(ranks, NODE), tokens, slow)
     folded = ROWS * 4 * tokens
-    return inside + merge_time(NODE, tokens) + (slow.time(nodes - 1, (nodes - 1) * folded) if nodes > 1 else 0.0)
+    return (
+        inside
+        + merge_time(NODE, tokens)
+        + (slow.time(nodes - 1, (nodes - 1) * folded) if nodes > 1 else 0.0)
+    )
 
 
 def merge_time(packets: int, tokens: int) -> float:
@@ -77,16 +87,21 @@ def table(tokens: int, slow: Link) -> str:
     lines = [head, "|" + "---|" * 6]
     for ranks in RANKS:
         gather = gather_time(ranks, tokens, slow) + merge_time(max(ranks, NODE), tokens)
-        nodes_first = nodes_first_time(ranks, tokens, slow) + merge_time(max(ranks // NODE, 1), tokens)
+        nodes_first = nodes_first_time(ranks, tokens, slow) + merge_time(
+            max(ranks // NODE, 1), tokens
+        )
         lines.append(
             f"| {ranks} | {gathered_bytes(ranks, tokens) / 1e6:.1f} MB | {gather:.0f} us | "
-            f"{lane_bytes(tokens) / 1e6:.1f} MB | {sum_time(ranks, tokens, slow):.0f} us | {nodes_first:.0f} us |"
+            f"{lane_bytes(tokens) / 1e6:.1f} MB | {sum_time(ranks, tokens, slow):.0f} us | "
+            f"{nodes_first:.0f} us |"
         )
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--slow-link", type=float, nargs=2, metavar=("RATE", "STEP"), default=SLOW)
     args = parser.parse_args()

@@ -1,10 +1,12 @@
-"""Every kernel on small shapes, forward and backward: what compute-sanitizer, hundreds of times slower, can watch.
+"""Every kernel on small shapes, forward and backward: what compute-sanitizer, hundreds of times
+slower, can watch.
 
-PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python scripts/bench/small_shapes.py
+PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python
+scripts/bench/small_shapes.py
 
-Without torch's own allocator in between, an access beyond a tensor is one beyond an allocation. On a CPU the kernels
-run in Triton's interpreter (TRITON_INTERPRET=1). `--plant memcheck` (racecheck, initcheck) runs a wrong kernel
-instead, to see that the tool is watching.
+Without torch's own allocator in between, an access beyond a tensor is one beyond an allocation. On
+a CPU the kernels run in Triton's interpreter (TRITON_INTERPRET=1). `--plant memcheck` (racecheck,
+initcheck) runs a wrong kernel instead, to see that the tool is watching.
 """
 
 import argparse
@@ -18,8 +20,14 @@ from tp_headloss.engine.one_read import CAPABILITY
 
 TRITON = hl.Options(backend="triton")
 KL = "forward_kl", "reverse_kl"
-OF_TEACHER = [[hl.Distillation(1.0, d) for d in KL], [hl.Distillation(1.0, d) for d in ("jsd", "total_variation")]]
-OF_ENTRIES = [[hl.TopKDistillation(1.0, d, support) for d in (*KL, "jsd")] for support in ("topk", "vocabulary")]
+OF_TEACHER = [
+    [hl.Distillation(1.0, d) for d in KL],
+    [hl.Distillation(1.0, d) for d in ("jsd", "total_variation")],
+]
+OF_ENTRIES = [
+    [hl.TopKDistillation(1.0, d, support) for d in (*KL, "jsd")]
+    for support in ("topk", "vocabulary")
+]
 TAIL = [hl.TopKDistillation(1.0, d, "tail") for d in KL]
 
 
@@ -29,11 +37,15 @@ def statistics(logits, labels):
     for transform in (None, hl.Transform(bias, 1.5, 30.0, temperature), hl.Transform(softcap=20.0)):
         for want in ((), ("entropy", "total", "argmax")):
             for given in (labels, None):
-                stats = hl.vocab_statistics(logits, given, want=want, transform=transform, options=TRITON)
+                stats = hl.vocab_statistics(
+                    logits, given, want=want, transform=transform, options=TRITON
+                )
                 values = stats.lse, stats.log_prob, stats.entropy, stats.total
                 sum(x.sum() for x in values if x is not None).backward()
     for part in (logits[:, ::3], logits.T.contiguous().T, logits[1:, 7:]):
-        hl.vocab_statistics(part, labels[-len(part) :] % part.shape[1], options=TRITON).log_prob.sum().backward()
+        hl.vocab_statistics(
+            part, labels[-len(part) :] % part.shape[1], options=TRITON
+        ).log_prob.sum().backward()
 
 
 def losses(logits, labels, teacher, k):
@@ -45,7 +57,9 @@ def losses(logits, labels, teacher, k):
     known = hl.TopKTeacher(exported.ids, exported.log_probs, renormalize=False)
     given = [(terms, hl.Teacher(teacher, temperature=2.0)) for terms in OF_TEACHER]
     for terms, teacher in (*given, *((terms, entries) for terms in OF_ENTRIES), (TAIL, known)):
-        hl.HeadLoss(terms, options=TRITON)(logits, labels, inputs={"teacher": teacher}).loss.backward()
+        hl.HeadLoss(terms, options=TRITON)(
+            logits, labels, inputs={"teacher": teacher}
+        ).loss.backward()
 
 
 def given_ids(logits, labels, k):
@@ -57,27 +71,41 @@ def given_ids(logits, labels, k):
 
 def samples(logits):
     for rule in (None, hl.SamplingRule(top_p=0.5)):
-        hl.sample(logits, seed=0, positions=torch.arange(len(logits), device=logits.device), rule=rule, options=TRITON)
+        hl.sample(
+            logits,
+            seed=0,
+            positions=torch.arange(len(logits), device=logits.device),
+            rule=rule,
+            options=TRITON,
+        )
 
 
 def linear(labels, width, dtype, hidden=32):
     states = torch.randn(len(labels), hidden, device=labels.device, dtype=dtype).requires_grad_()
     weight = torch.randn(width, hidden, device=labels.device, dtype=dtype).requires_grad_()
-    for how in (hl.Linear("recompute"), hl.Linear("one_sweep", upstream=1.0), hl.Linear(exact_logits=True)):
+    for how in (
+        hl.Linear("recompute"),
+        hl.Linear("one_sweep", upstream=1.0),
+        hl.Linear(exact_logits=True),
+    ):
         hl.HeadLoss(options=TRITON).linear(states, weight, labels, linear=how).loss.backward()
 
 
 def one_read(labels):
     policy = {"advantages": labels.sign().float(), "old_log_prob": -labels.float() / 100}
     for width in (1000, 50304):
-        logits = torch.randn(len(labels), width, device=labels.device, dtype=torch.bfloat16).requires_grad_()
+        logits = torch.randn(
+            len(labels), width, device=labels.device, dtype=torch.bfloat16
+        ).requires_grad_()
         for terms, metrics, inputs in (
             ([hl.CrossEntropy(), hl.ZLoss(1e-4)], (), None),
             ([hl.CrossEntropy(), hl.Entropy(0.1)], ("accuracy",), None),
             ([hl.PolicyGradient(), hl.Entropy(0.1)], ("accuracy",), policy),
             ([hl.CrossEntropy(label_smoothing=0.1)], ("accuracy", "entropy"), None),
         ):
-            head = hl.HeadLoss(terms, metrics=metrics, options=hl.Options("triton", gradient="forward"))
+            head = hl.HeadLoss(
+                terms, metrics=metrics, options=hl.Options("triton", gradient="forward")
+            )
             head(logits, labels, inputs=inputs).loss.backward()
 
 
@@ -114,7 +142,8 @@ def plant(tool: str):
 
 def main(width=1003, k=6):
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    labels = torch.tensor([0, width - 1, -100, 500, width], device=device)  # an ignored one, and a bad one
+    # an ignored one, and a bad one
+    labels = torch.tensor([0, width - 1, -100, 500, width], device=device)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         logits = torch.randn(len(labels), width, device=device, dtype=dtype).requires_grad_()
         statistics(logits, labels)
@@ -130,7 +159,9 @@ def main(width=1003, k=6):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--plant", choices=("memcheck", "racecheck", "initcheck"))
     args = parser.parse_args()
     plant(args.plant) if args.plant else main()

@@ -1,4 +1,5 @@
-"""Options, clock, CUDA graphs, memory, report: how benchmarks run and measure; `bench.py` says what numbers mean."""
+"""Options, clock, CUDA graphs, memory, report: how benchmarks run and measure; `bench.py` says what
+numbers mean."""
 
 from __future__ import annotations
 
@@ -26,16 +27,28 @@ import tp_headloss
 ROOT = Path(__file__).parents[2]
 
 
-def parser_of(doc: str, *, tokens: list[int], vocab: int, seconds: float) -> argparse.ArgumentParser:
+def parser_of(
+    doc: str, *, tokens: list[int], vocab: int, seconds: float
+) -> argparse.ArgumentParser:
     """The options that benchmarks share."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, nargs="+", default=tokens)
     parser.add_argument("--vocab", type=int, nargs="+", default=[vocab], help="global vocabulary")
-    parser.add_argument("--implementations", nargs="+", default=["*"], help="names or patterns such as 'ours*'")
+    parser.add_argument(
+        "--implementations", nargs="+", default=["*"], help="names or patterns such as 'ours*'"
+    )
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
-    parser.add_argument("--seconds", type=float, default=seconds, help="for one measurement, if 5 repeats fit")
-    parser.add_argument("--limit", type=float, default=60.0, help="seconds for anybody's first step, on one rank")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--seconds", type=float, default=seconds, help="for one measurement, if 5 repeats fit"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=60.0, help="seconds for anybody's first step, on one rank"
+    )
+    parser.add_argument(
+        "--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     parser.add_argument("--json", help="file for the results")
     return parser
 
@@ -46,7 +59,11 @@ def is_wanted(name: str, patterns: Iterable[str]) -> bool:
 
 def versions(packages: Iterable[str] = ()) -> dict[str, str]:
     """Of Python, torch, this package, and those of the others that are installed."""
-    out = {"python": sys.version.split()[0], "torch": torch.__version__, "tp_headloss": tp_headloss.__version__}
+    out = {
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "tp_headloss": tp_headloss.__version__,
+    }
     if torch.version.cuda:
         out |= {"cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
     for package in sorted({"triton", "nvidia-cutlass-dsl", *packages} - {"torch"}):
@@ -73,13 +90,24 @@ def join(device: str) -> tuple[torch.device, dist.ProcessGroup | None]:
         dist.init_process_group("gloo", timeout=timedelta(minutes=5))
         return torch.device("cpu"), dist.group.WORLD
     torch.cuda.set_device(index)
-    dist.init_process_group("nccl", device_id=torch.device("cuda", index), timeout=timedelta(minutes=5))
+    dist.init_process_group(
+        "nccl", device_id=torch.device("cuda", index), timeout=timedelta(minutes=5)
+    )
     return torch.device("cuda", index), dist.group.WORLD
 
 
 @contextlib.contextmanager
-def reported(args, file: str, argv: list[str] | None, cells: Callable, print_table: Callable, packages=(), repeats=50):
-    """Joins the other ranks -> the report of this run. Its table is printed even if the run is cut off.
+def reported(
+    args,
+    file: str,
+    argv: list[str] | None,
+    cells: Callable,
+    print_table: Callable,
+    packages=(),
+    repeats=50,
+):
+    """Joins the other ranks -> the report of this run. Its table is printed even if the run is cut
+    off.
 
     args: of `parser_of`
     file, argv: the benchmark and its arguments, by which it can be run again
@@ -114,14 +142,17 @@ def reason(error: BaseException) -> str:
 
 
 class Machine:
-    """Clock, CUDA graphs and memory of the device, and the few words that the ranks exchange about them."""
+    """Clock, CUDA graphs and memory of the device, and the few words that the ranks exchange about
+    them."""
 
     def __init__(self, device: torch.device, group, seconds: float, repeats: int):
         self.device, self.group, self.seconds, self.repeats = device, group, seconds, repeats
         self.cuda = device.type == "cuda"
         if self.cuda:
-            torch.cuda.set_stream(torch.cuda.Stream())  # a capture cannot include what ran on the default stream
-            self.flushed = torch.empty(512 << 20, dtype=torch.uint8, device=device)  # long enough to issue a replay in
+            # a capture cannot include what ran on the default stream
+            torch.cuda.set_stream(torch.cuda.Stream())
+            # long enough to issue a replay in
+            self.flushed = torch.empty(512 << 20, dtype=torch.uint8, device=device)
         self.token = torch.zeros(1, device=device)
 
     def synchronize(self):
@@ -181,13 +212,17 @@ class Machine:
         marks = [once(steps) for _ in range(repeats)]
         self.synchronize()
         times = self.slowest([self.microseconds(*pair) / steps for pair in marks])
-        return [round(t, 1) for t in times.quantile(torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist()]
+        return [
+            round(t, 1)
+            for t in times.quantile(torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist()
+        ]
 
     def captured(self, step):
         """The step as a CUDA graph -> its replay. Raises what stands in the way."""
         if not self.cuda:
             raise RuntimeError("no CUDA")
-        for mode in ("default", "error"):  # a failed capture leaves a mess, so a host synchronisation is found before
+        # a failed capture leaves a mess, so a host synchronisation is found before
+        for mode in ("default", "error"):
             torch.cuda.set_sync_debug_mode(mode)
             try:
                 step()
@@ -196,14 +231,18 @@ class Machine:
         self.synchronize()
         graph = torch.cuda.CUDAGraph()
         # thread-local: the communication library's watchdog thread queries events meanwhile
-        with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+        with torch.cuda.graph(
+            graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
+        ):
             step()
         self.settle()
         return graph.replay
 
     def host_time(self, step) -> float:
         times, begin = [], time.perf_counter()
-        while self.anywhere(len(times) < 5 or (len(times) < 20 and time.perf_counter() - begin < self.seconds)):
+        while self.anywhere(
+            len(times) < 5 or (len(times) < 20 and time.perf_counter() - begin < self.seconds)
+        ):
             self.synchronize()
             start = time.perf_counter()
             step()
@@ -229,32 +268,45 @@ class Machine:
             self.settle()
 
     def settle(self):
-        """Freed memory, also that of a capture, is cleaned in the background: what runs meanwhile is a sixth slower."""
+        """Freed memory, also that of a capture, is cleaned in the background: what runs meanwhile
+        is a sixth slower."""
         time.sleep(0.1)
 
     def copy_bandwidth(self) -> float:
         """Bytes read and written per second."""
-        a = torch.empty((2 << 30) if self.cuda else (8 << 20), dtype=torch.uint8, device=self.device)
+        a = torch.empty(
+            (2 << 30) if self.cuda else (8 << 20), dtype=torch.uint8, device=self.device
+        )
         b = torch.empty_like(a)
         return 2e6 * a.numel() / self.timed(lambda: b.copy_(a))[1]
 
 
 class TimedOut(BaseException):
-    """An implementation that was not set up in time. No `except Exception` on the way swallows it."""
+    """An implementation that was not set up in time. No `except Exception` on the way swallows
+    it."""
 
 
 class Report:
-    """The results of a run: facts about it, and rows, each printed and written as soon as it is measured.
+    """The results of a run: facts about it, and rows, each printed and written as soon as it is
+    measured.
 
     Args:
         machine: its first rank prints and writes
         cells: row -> what is printed of it
         file: for the JSON, or None
-        limit: seconds for the set-up of an implementation. Several ranks have none: those that are left would wait.
+        limit: seconds for the set-up of an implementation. Several ranks have none: those that are
+            left would wait.
         facts: what the JSON holds beside its rows
     """
 
-    def __init__(self, machine: Machine, cells: Callable[[dict], str], file: str | None, limit: float, **facts):
+    def __init__(
+        self,
+        machine: Machine,
+        cells: Callable[[dict], str],
+        file: str | None,
+        limit: float,
+        **facts,
+    ):
         self.machine, self.cells, self.file = machine, cells, file
         self.limit = limit if machine.group is None else 0.0  # 0: no alarm
         self.first = machine.group is None or dist.get_rank(machine.group) == 0
@@ -262,7 +314,8 @@ class Report:
 
     @contextlib.contextmanager
     def row(self, name: str, row: dict):
-        """Measures one row in its block. The name is printed before, so that the log of a killed run ends with it."""
+        """Measures one row in its block. The name is printed before, so that the log of a killed
+        run ends with it."""
         begin = time.perf_counter()
         self.rows.append(row)
         self.print(f"{name}: ", end="")
@@ -278,15 +331,18 @@ class Report:
             row["status"] = "stopped"
             raise
         finally:
-            self.print(f"{self.cells(row)} ({time.perf_counter() - begin:.1f} s, set-up {row.get('set_up_s', '-')} s)")
+            self.print(
+                f"{self.cells(row)} ({time.perf_counter() - begin:.1f} s, set-up {row.get('set_up_s', '-')} s)"
+            )
             self.write()
 
     @contextlib.contextmanager
     def set_up(self, row: dict):
-        """Stops the first step of an implementation, which may compile or tune for minutes, at the limit.
+        """Stops the first step of an implementation, which may compile or tune for minutes, at the
+        limit.
 
-        A signal is handled in the main thread, between two lines of Python: backward runs in that thread here, and what
-        is busy in C is stopped when it returns.
+        A signal is handled in the main thread, between two lines of Python: backward runs in that
+        thread here, and what is busy in C is stopped when it returns.
         """
 
         def stop(*_):
@@ -315,7 +371,11 @@ class Report:
 def times(forward, both, machine, prepare, wrap, steps):
     """forward and both, each as the run that `wrap` makes of a step, and their difference."""
     both, forward = (machine.timed(wrap(step), prepare, steps) for step in (both, forward))
-    return {"both": both, "forward": forward, "backward": [None, max(0.0, round(both[1] - forward[1], 1)), None]}
+    return {
+        "both": both,
+        "forward": forward,
+        "backward": [None, max(0.0, round(both[1] - forward[1], 1)), None],
+    }
 
 
 def measure(function, batch, problem, machine, do_bench=False) -> dict:
@@ -334,15 +394,20 @@ def measure(function, batch, problem, machine, do_bench=False) -> dict:
         restore = [problem.refill]
         problem.refill()
     out["overwrites_logits"] = bool(restore)
-    out["eager_us"] = times(forward, both, machine, [*restore, machine.align], lambda step: step, 10)
+    out["eager_us"] = times(
+        forward, both, machine, [*restore, machine.align], lambda step: step, 10
+    )
     out["host_us"] = machine.host_time(both)
     problem.refill()
     out["graph_us"] = None
     try:
-        out["graph_us"] = times(forward, both, machine, [*restore, machine.flush, machine.align], machine.captured, 1)
+        out["graph_us"] = times(
+            forward, both, machine, [*restore, machine.flush, machine.align], machine.captured, 1
+        )
     except Exception as error:
         out["graph_failure"] = reason(error)
-    if do_bench and out["graph_us"] and not restore and machine.group is None:  # ranks would repeat it unequally often
+    # ranks would repeat it unequally often
+    if do_bench and out["graph_us"] and not restore and machine.group is None:
         from triton.testing import do_bench_cudagraph
 
         out["do_bench_us"] = round(1e3 * do_bench_cudagraph(both, return_mode="median"), 1)

@@ -1,9 +1,10 @@
-"""fuse_head on a tiny model of every causal architecture that transformers knows: right, refused, or wrong.
+"""fuse_head on a tiny model of every causal architecture that transformers knows: right, refused,
+or wrong.
 
     .hosts/transformers-5.24.0/bin/python scripts/check/architectures.py [NAME...]
 
-A line each: the error of loss and gradients against the model's own, or what was said. The exit status is 1 if a result
-was wrong, or an error was neither ValueError nor TypeError.
+A line each: the error of loss and gradients against the model's own, or what was said. The exit
+status is 1 if a result was wrong, or an error was neither ValueError nor TypeError.
 """
 
 import collections
@@ -22,7 +23,8 @@ from tp_headloss.integrations.transformers import fuse_head
 SMALL = {  # sizes by the names that configurations give them
     32: "hidden_size n_embd d_model dim embedding_size word_embed_proj_dim",
     64: "intermediate_size ffn_dim n_inner d_ff ffn_hidden_size moe_intermediate_size shared_expert_intermediate_size "
-    "encoder_ffn_dim decoder_ffn_dim max_position_embeddings n_positions intermediate_size_mlp mlp_hidden_size",
+    "encoder_ffn_dim decoder_ffn_dim max_position_embeddings n_positions intermediate_size_mlp "
+    "mlp_hidden_size",
     2: "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_key_value_heads n_kv_heads "
     "num_experts_per_tok moe_topk",
     4: "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads num_experts "
@@ -35,7 +37,10 @@ LARGEST = 30_000_000  # parameters; a configuration whose sizes have other names
 
 def small_config(kind):
     config = kind()
-    layers = {getattr(config, name, None) for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers")}
+    layers = {
+        getattr(config, name, None)
+        for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    }
     for size, names in SMALL.items():
         for name in names.split():
             if getattr(config, name, None) is not None:
@@ -45,7 +50,9 @@ def small_config(kind):
         setattr(config, name, 1)
     given = {name: value for name, value in config.to_dict().items() if name != "model_type"}
     # lists with an item for each layer are made anew for two
-    return kind(**{name: x for name, x in given.items() if not (isinstance(x, list) and len(x) in layers)})
+    return kind(
+        **{name: x for name, x in given.items() if not (isinstance(x, list) and len(x) in layers)}
+    )
 
 
 def outcome(config_name: str) -> tuple[str, str]:
@@ -74,7 +81,8 @@ def outcome(config_name: str) -> tuple[str, str]:
         return "wrong", f"{type(error).__name__}: {error}"
     errors = [float(abs(loss - own) / own)]
     largest = max(float(grad.norm()) for grad in expected if grad is not None)
-    for p, grad in zip(model.parameters(), expected, strict=True):  # those of keys' biases are 0, up to rounding
+    # those of keys' biases are 0, up to rounding
+    for p, grad in zip(model.parameters(), expected, strict=True):
         if grad is not None:
             ours = torch.zeros_like(p) if p.grad is None else p.grad
             errors.append(float((ours - grad).norm() / grad.norm().clamp(min=1e-5 * largest)))

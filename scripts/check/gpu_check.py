@@ -1,11 +1,13 @@
-"""The whole test suite on the GPUs of this machine, what every kernel takes, and compute-sanitizer: one report.
+"""The whole test suite on the GPUs of this machine, what every kernel takes, and compute-sanitizer:
+one report.
 
 bash scripts/check/gpu_check.sh --report docs/gpu_check.md
 
-Test files run several at a time (`--jobs`; on four H200 six took 520 seconds, and twelve were not done after 590), each
-in a process of its own, with as many ranks as there are GPUs: bits at every group size from saved outputs, graph
-replays, 2^31 + 4096 elements, 131,072 tokens, 1,000 repeats under noise and all else in `test_cuda*.py` are among
-them. Every step is shown when it ends. The exit status is 1 if anything failed; what could not run is listed.
+Test files run several at a time (`--jobs`; on four H200 six took 520 seconds, and twelve were not
+done after 590), each in a process of its own, with as many ranks as there are GPUs: bits at every
+group size from saved outputs, graph replays, 2^31 + 4096 elements, 131,072 tokens, 1,000 repeats
+under noise and all else in `test_cuda*.py` are among them. Every step is shown when it ends. The
+exit status is 1 if anything failed; what could not run is listed.
 """
 
 import argparse
@@ -62,7 +64,12 @@ def call(command, limit, **environment) -> tuple[int, str, float]:
     with tempfile.TemporaryFile("w+", errors="replace") as file:
         # in a session of its own, so that nothing is left of it when it is killed
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         RUNNING.add(process.pid)
         try:
@@ -80,7 +87,15 @@ def call(command, limit, **environment) -> tuple[int, str, float]:
 def tests_of(path: Path, limit) -> Step:
     with tempfile.TemporaryDirectory() as folder:
         xml = Path(folder) / "results.xml"
-        command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "--show-capture=no", "--disable-warnings"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-v",
+            "--tb=short",
+            "--show-capture=no",
+            "--disable-warnings",
+        ]
         command += ["-p", "no:cacheprovider"]
         command += ["-o", "junit_family=xunit1", f"--junitxml={xml}", str(path)]
         status, output, seconds = call(command, limit)
@@ -91,14 +106,28 @@ def tests_of(path: Path, limit) -> Step:
             if any(case.find(kind) is not None for kind in ("failure", "error")):
                 outcome = "failed"
             ranks = case.find("properties/property[@name='world_size']")
-            cases.append(Case(path.stem, case.get("name"), 1 if ranks is None else int(ranks.get("value")), outcome))
-    failures = output[max(output.find("= FAILURES ="), 0) :].replace(str(ROOT), ".").replace(str(xml), xml.name)
-    return Step(path.stem, status in (0, 5), seconds, failures[-6000:], tuple(cases))  # 5: nothing to run there
+            cases.append(
+                Case(
+                    path.stem,
+                    case.get("name"),
+                    1 if ranks is None else int(ranks.get("value")),
+                    outcome,
+                )
+            )
+    failures = (
+        output[max(output.find("= FAILURES ="), 0) :]
+        .replace(str(ROOT), ".")
+        .replace(str(xml), xml.name)
+    )
+    # 5: nothing to run there
+    return Step(path.stem, status in (0, 5), seconds, failures[-6000:], tuple(cases))
 
 
 def kernels(limit) -> Step:
     major, minor = torch.cuda.get_device_capability()
-    status, output, seconds = call([sys.executable, "tests/helpers/aot.py", str(10 * major + minor), "--all"], limit)
+    status, output, seconds = call(
+        [sys.executable, "tests/helpers/aot.py", str(10 * major + minor), "--all"], limit
+    )
     return Step("kernel resources", status == 0, seconds, output)
 
 
@@ -111,24 +140,35 @@ def sanitizer(tool: str, limit) -> Step:
     command += [sys.executable, "scripts/bench/small_shapes.py"]
     status, output, seconds = call(command, limit, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
     if "Device not supported" in output or "not supported on this" in output:
-        return Step(name, None, seconds, "compute-sanitizer does not support the device of this machine")
+        return Step(
+            name, None, seconds, "compute-sanitizer does not support the device of this machine"
+        )
     summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY.*", output)
     clean = status == 0 and "every kernel ran" in output and bool(summary)
     if tool == "initcheck" and not clean and "every kernel ran" in output:
-        # rows of a block of logits are padded, and cuBLAS reads whole vectors across their ends, whose rest it drops
+        # rows of a block of logits are padded, and cuBLAS reads whole vectors across their ends,
+        # whose rest it drops
         kernels = re.findall(r"=+     at (.*)", output)
         clean = bool(kernels) and all("gemm" in kernel for kernel in kernels)
-        summary.append(f"{len(kernels)} reads of the padding between rows by cuBLAS's GEMMs, none by other kernels")
+        summary.append(
+            f"{len(kernels)} reads of the padding between rows by cuBLAS's GEMMs, none by other kernels"
+        )
     if not clean:
         return Step(name, False, seconds, output[-6000:])
-    status, output, _ = call([*command, f"--plant={tool}"], limit, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+    status, output, _ = call(
+        [*command, f"--plant={tool}"], limit, PYTORCH_NO_CUDA_MEMORY_CACHING="1"
+    )
     if status != 3:
-        return Step(name, False, seconds, f"nothing found where a bug was planted:\n{output[-3000:]}")
+        return Step(
+            name, False, seconds, f"nothing found where a bug was planted:\n{output[-3000:]}"
+        )
     return Step(name, True, seconds, f"{summary[-1]} (and a planted bug found)")
 
 
 def facts() -> dict[str, str]:
-    gpus = collections.Counter(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    gpus = collections.Counter(
+        torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())
+    )
     sources = hashlib.sha256()
     for path in sorted((ROOT / "tp_headloss").rglob("*")):
         if path.suffix in (".py", ".cu"):
@@ -136,7 +176,9 @@ def facts() -> dict[str, str]:
     return {
         "date": datetime.date.today().isoformat(),
         "GPUs": ", ".join(f"{count} x {name}" for name, count in gpus.items()),
-        "driver": call(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], 30)[1].split("\n")[0],
+        "driver": call(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], 30)[
+            1
+        ].split("\n")[0],
         "versions": f"torch {torch.__version__}, triton {triton.__version__}, Python {platform.python_version()}, NCCL "
         + ".".join(map(str, torch.cuda.nccl.version())),
         "SHA-256 of *.py and *.cu in tp_headloss, sorted": sources.hexdigest()[:16],
@@ -145,7 +187,12 @@ def facts() -> dict[str, str]:
 
 def report(steps: list[Step], options: str) -> str:
     cases = [case for step in steps for case in step.cases]
-    lines = ["# All that only GPUs can show", "", f"By `bash scripts/check/gpu_check.sh {options}`.", ""]
+    lines = [
+        "# All that only GPUs can show",
+        "",
+        f"By `bash scripts/check/gpu_check.sh {options}`.",
+        "",
+    ]
     lines += [f"* {name}: {value}" for name, value in facts().items()]
     lines += ["", "## Tests", "", "| ranks | passed | failed | skipped |", "|---|---|---|---|"]
     for ranks in sorted({case.ranks for case in cases}):
@@ -157,13 +204,19 @@ def report(steps: list[Step], options: str) -> str:
     by_test = collections.defaultdict(list)
     for case in cases:
         if case.file.startswith("test_cuda"):
-            by_test[case.name.split("[")[0].removeprefix("test_").replace("_", " ")].append(case.outcome)
+            by_test[case.name.split("[")[0].removeprefix("test_").replace("_", " ")].append(
+                case.outcome
+            )
     for name, outcomes in by_test.items():
         counts = collections.Counter(outcomes)
-        lines.append(f"| {name} | {', '.join(f'{count} {outcome}' for outcome, count in counts.most_common())} |")
+        lines.append(
+            f"| {name} | {', '.join(f'{count} {outcome}' for outcome, count in counts.most_common())} |"
+        )
     good = [step for step in steps if step.passed]
     longest = sorted(good, key=lambda step: -step.seconds)[:5]
-    told = f"{len(good)} of {len(steps)} passed. Those that took longest, and those that did not pass:"
+    told = (
+        f"{len(good)} of {len(steps)} passed. Those that took longest, and those that did not pass:"
+    )
     lines += ["", "## Steps", "", told, "", "| step | | seconds |", "|---|---|---|"]
     shown = longest + [step for step in steps if not step.passed]
     lines += [f"| {step.name} | {VERDICT[step.passed]} | {step.seconds:.0f} |" for step in shown]
@@ -171,27 +224,49 @@ def report(steps: list[Step], options: str) -> str:
         if step.name.startswith("compute-sanitizer") and step.passed is not False:
             lines += ["", f"{step.name}: {step.text}"]
         if step.name == "kernel resources" and step.passed:
-            lines += ["", "## Registers, shared memory, spills", "", "```", step.text.strip(), "```"]
+            lines += [
+                "",
+                "## Registers, shared memory, spills",
+                "",
+                "```",
+                step.text.strip(),
+                "```",
+            ]
     for step in steps:
         if step.passed is False:
-            told = [line[:160] for line in step.text.strip().split("\n") if not line.startswith("SKIPPED")]
+            told = [
+                line[:160]
+                for line in step.text.strip().split("\n")
+                if not line.startswith("SKIPPED")
+            ]
             lines += ["", f"## {step.name}", "", "```", *told, "```"]
     return "\n".join(lines) + "\n"
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--report", type=Path, default=ROOT / "docs/gpu_check.md")
     parser.add_argument("--jobs", type=int, default=6, help="files at a time")
-    parser.add_argument("--limit", type=int, default=540, help="seconds for each step, which is then killed")
-    parser.add_argument("--only", nargs="*", help="test_cuda, .., kernels, memcheck, racecheck, initcheck")
+    parser.add_argument(
+        "--limit", type=int, default=540, help="seconds for each step, which is then killed"
+    )
+    parser.add_argument(
+        "--only", nargs="*", help="test_cuda, .., kernels, memcheck, racecheck, initcheck"
+    )
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("no GPU here: bash scripts/test.sh runs everything else")
-    files = sorted((ROOT / "tests").rglob("test_*.py"), key=lambda p: (p.stem not in LONG, -p.stat().st_size))
+    files = sorted(
+        (ROOT / "tests").rglob("test_*.py"), key=lambda p: (p.stem not in LONG, -p.stat().st_size)
+    )
     work = {"kernels": functools.partial(kernels, args.limit)}
     work |= {path.stem: functools.partial(tests_of, path, args.limit) for path in files}
-    work |= {tool: functools.partial(sanitizer, tool, args.limit) for tool in ("memcheck", "racecheck", "initcheck")}
+    work |= {
+        tool: functools.partial(sanitizer, tool, args.limit)
+        for tool in ("memcheck", "racecheck", "initcheck")
+    }
     if unknown := set(args.only or ()) - set(work):
         parser.error(f"--only takes {', '.join(work)}; got {', '.join(sorted(unknown))}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
@@ -204,7 +279,10 @@ def main():
             for future in concurrent.futures.as_completed(list(left)):
                 del left[future]
                 steps.append(step := future.result())
-                print(f"{step.name}: {VERDICT[step.passed]}, {len(step.cases)} tests, {step.seconds:.0f} s", flush=True)
+                print(
+                    f"{step.name}: {VERDICT[step.passed]}, {len(step.cases)} tests, {step.seconds:.0f} s",
+                    flush=True,
+                )
                 if step.passed is not True:
                     print(step.text[-3000:], flush=True)
         except BaseException:  # Ctrl-C or SIGTERM: no step goes on or begins

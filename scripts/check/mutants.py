@@ -1,16 +1,18 @@
 """Plant bugs, one at a time, in a copy of the package, and see whether the tests notice.
 
 .venv/bin/python scripts/check/mutants.py                   # all of them, two at a time, for hours
-.venv/bin/python scripts/check/mutants.py --only 0 7 shard  # some: by number, or by part of a module, function or test
-.venv/bin/python scripts/check/mutants.py --list            # plants none, but says which ones can no longer be planted
+.venv/bin/python scripts/check/mutants.py --only 0 7 shard  # some: by number, or by part of a
+module, function or test .venv/bin/python scripts/check/mutants.py --list            # plants none,
+but says which ones can no longer be planted
 
-The bugs are in `planted.py`: a module of the package, the qualified name of a function in it, the statement, expression
-or keyword argument to find there, and what it becomes. Code is compared as parsed, so that comments, line breaks and
-parentheses do not matter; it must be in the function exactly once. Where it is not, the list says what is there that
-looks alike, and in which functions of the package the same code is now.
+The bugs are in `planted.py`: a module of the package, the qualified name of a function in it, the
+statement, expression or keyword argument to find there, and what it becomes. Code is compared as
+parsed, so that comments, line breaks and parentheses do not matter; it must be in the function
+exactly once. Where it is not, the list says what is there that looks alike, and in which functions
+of the package the same code is now.
 
-A mutant is killed if the tests of its group fail, and survives if they pass. Survivors, and bugs that cannot be
-planted, are listed at the end and make the exit status 1.
+A mutant is killed if the tests of its group fail, and survives if they pass. Survivors, and bugs
+that cannot be planted, are listed at the end and make the exit status 1.
 """
 
 import argparse
@@ -87,16 +89,30 @@ def matches(definitions: list[ast.AST], code: str) -> list[ast.AST]:
     """Nodes of these functions that are this code."""
     patterns = patterns_of(code)
     kinds = ast.stmt, ast.expr, ast.keyword
-    nodes = [node for definition in definitions for node in ast.walk(definition) if isinstance(node, kinds)]
+    nodes = [
+        node
+        for definition in definitions
+        for node in ast.walk(definition)
+        if isinstance(node, kinds)
+    ]
     found = [node for node in nodes if ast.dump(node) in patterns]
-    statements = {node.value for node in found if isinstance(node, ast.Expr)}  # calls, which are expressions, too
+    # calls, which are expressions, too
+    statements = {node.value for node in found if isinstance(node, ast.Expr)}
     return [node for node in found if node not in statements]
 
 
 def look_alike(definitions: list[ast.AST], code: str) -> list[str]:
     """Code of these functions that resembles this code most."""
-    kinds, plain = (ast.Assign, ast.AugAssign, ast.Return, ast.expr, ast.keyword), (ast.Name, ast.Constant)
-    nodes = [node for definition in definitions for node in ast.walk(definition) if isinstance(node, kinds)]
+    kinds, plain = (
+        (ast.Assign, ast.AugAssign, ast.Return, ast.expr, ast.keyword),
+        (ast.Name, ast.Constant),
+    )
+    nodes = [
+        node
+        for definition in definitions
+        for node in ast.walk(definition)
+        if isinstance(node, kinds)
+    ]
     nodes = [node for node in nodes if not isinstance(node, plain)]
     return difflib.get_close_matches(code, dict.fromkeys(map(ast.unparse, nodes)), n=3, cutoff=0.5)
 
@@ -116,24 +132,35 @@ def package_functions(package: Path) -> dict[tuple[str, str], list[ast.AST]]:
 def elsewhere(package: Path, code: str) -> list[str]:
     """Functions of the package that have this code exactly once."""
     functions = package_functions(package).items()
-    return [f'("{module}", "{name}", ..)' for (module, name), where in functions if len(matches(where, code)) == 1]
+    return [
+        f'("{module}", "{name}", ..)'
+        for (module, name), where in functions
+        if len(matches(where, code)) == 1
+    ]
 
 
 def find(bug: Bug, source: str, package: Path = PACKAGE) -> ast.AST:
     """The one node that the bug replaces."""
     functions = functions_of(ast.parse(source))
     if bug.function not in functions:
-        reason, hints = f"there is no function {bug.function}", difflib.get_close_matches(bug.function, functions)
+        reason, hints = (
+            f"there is no function {bug.function}",
+            difflib.get_close_matches(bug.function, functions),
+        )
     else:
         found = matches(functions[bug.function], bug.find)
         if len(found) == 1:
             return found[0]
         if found:
             lines = ", ".join(str(node.lineno) for node in found)
-            raise Outdated(f"{len(found)} times in {bug.function}, lines {lines}: quote more of one of them")
+            raise Outdated(
+                f"{len(found)} times in {bug.function}, lines {lines}: quote more of one of them"
+            )
         reason, hints = f"not in {bug.function}", look_alike(functions[bug.function], bug.find)
     lines = [reason, *(f"    alike: {hint}" for hint in hints)]
-    raise Outdated("\n".join([*lines, *(f"    it is in {place}" for place in elsewhere(package, bug.find))]))
+    raise Outdated(
+        "\n".join([*lines, *(f"    it is in {place}" for place in elsewhere(package, bug.find))])
+    )
 
 
 def mutated(bug: Bug, source: str, package: Path = PACKAGE) -> str:
@@ -150,7 +177,8 @@ def mutated(bug: Bug, source: str, package: Path = PACKAGE) -> str:
     text = b"".join(lines)
     after = (text[:start] + becomes.encode() + text[stop:]).decode()
     try:
-        if isinstance(node, ast.expr):  # before Python 3.12, columns within an f-string are not those of the file
+        # before Python 3.12, columns within an f-string are not those of the file
+        if isinstance(node, ast.expr):
             cut = ast.parse(b"(" + text[start:stop] + b"\n)", mode="eval").body
             if ast.dump(cut) != ast.dump(node):
                 raise Outdated("within an f-string: quote all of it")
@@ -181,7 +209,9 @@ def problem(bug: Bug, package: Path = PACKAGE) -> str | None:
 
 def copy_of_tree(folder: Path) -> Path:
     """Copies what git tracks, as it is now, and links the environments beside it."""
-    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    names = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     for name in names.strip("\0").split("\0"):
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -204,9 +234,20 @@ def verdict(bug: Bug, tree: Path, timeout: float, environment: dict) -> str:
         return reason
     path, source = package / bug.module, source_of(bug, package)
     path.write_text(mutated(bug, source, package))
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *test_files(tree, bug.tests)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        *test_files(tree, bug.tests),
+    ]
     try:
-        run = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=timeout, env=environment)
+        run = subprocess.run(
+            command, cwd=tree, capture_output=True, text=True, timeout=timeout, env=environment
+        )
     except subprocess.TimeoutExpired:
         return "killed by the timeout"
     finally:
@@ -218,13 +259,16 @@ def verdict(bug: Bug, tree: Path, timeout: float, environment: dict) -> str:
 
 
 def chosen(bugs: list[Bug], only: list[str] | None) -> list[Bug]:
-    """The bugs with one of these numbers, or with one of these words in their module, function or tests."""
+    """The bugs with one of these numbers, or with one of these words in their module, function or
+    tests."""
     if only is None:
         return bugs
 
     def wanted(bug):
         return any(
-            int(word) == bug.number if word.isdigit() else word in f"{bug.module} {bug.function} {bug.tests}"
+            int(word) == bug.number
+            if word.isdigit()
+            else word in f"{bug.module} {bug.function} {bug.tests}"
             for word in only
         )
 
@@ -232,11 +276,20 @@ def chosen(bugs: list[Bug], only: list[str] | None) -> list[Bug]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="+", metavar="NUMBER or WORD")
-    parser.add_argument("--list", action="store_true", help="plant none, but check that each one can be planted")
+    parser.add_argument(
+        "--list", action="store_true", help="plant none, but check that each one can be planted"
+    )
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--timeout", type=float, default=600, help="seconds; a mutant that makes tests hang is killed")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=600,
+        help="seconds; a mutant that makes tests hang is killed",
+    )
     args = parser.parse_args()
     bugs = chosen(all_bugs(), args.only)
     if args.list:

@@ -1,13 +1,16 @@
-"""The tests' generated cases for as long as you like, and whether the ranks leak anything meanwhile.
+"""The tests' generated cases for as long as you like, and whether the ranks leak anything
+meanwhile.
 
 .venv/bin/python scripts/check/soak.py --examples 50000
 .venv/bin/python scripts/check/soak.py --hours 8 --ranks 1 2 4 --seed 7
-.venv/bin/python scripts/check/soak.py --case "Case(seed=..)"        # one example, as a failure prints it
+.venv/bin/python scripts/check/soak.py --case "Case(seed=..)"        # one example, as a failure
+prints it
 
-A round is `--round` examples for every number of ranks, by the check of tests/promises/test_generated.py, a tenth on
-the Triton backend (interpreted where there is no GPU), from a seed of its own: `--seed` is the first round's, the next
-one's is one more. Exit status 1 with the seed of the failing round, or if file descriptors or device memory grew after
-the first two rounds.
+A round is `--round` examples for every number of ranks, by the check of
+tests/promises/test_generated.py, a tenth on the Triton backend (interpreted where there is no GPU),
+from a seed of its own: `--seed` is the first round's, the next one's is one more. Exit status 1
+with the seed of the failing round, or if file descriptors or device memory grew after the first two
+rounds.
 """
 
 import argparse
@@ -21,13 +24,16 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / folder) for folder in ("tests/promises", "tests/helpers", "tests", ".")]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of the interpreter, about NaN, in the ranks' processes
+# of the interpreter, about NaN, in the ranks' processes
+os.environ.setdefault("PYTHONWARNINGS", "ignore")
 
 import torch  # noqa: E402
 
 WARM_UP = 2  # rounds
-# Bytes on the device: symmetric memory is set up anew for more tokens than ever before, each time with 1 KiB of
-# addresses and counters that torch's allocator sees. What a call left behind would be thousands of times that
+# Bytes on the device: symmetric memory is set up anew for more tokens than ever before, each time
+# with 1 KiB of addresses and counters that torch's allocator sees. What a call left behind would be
+# thousands of times that
+# times that
 TOLERATED = 16 << 10
 
 
@@ -35,16 +41,24 @@ def resources(group, device):
     """Open file descriptors, resident and device memory in bytes, of this rank."""
     gc.collect()
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return len(os.listdir("/proc/self/fd")), resident, torch.cuda.memory_allocated() if device.type == "cuda" else 0
+    return (
+        len(os.listdir("/proc/self/fd")),
+        resident,
+        torch.cuda.memory_allocated() if device.type == "cuda" else 0,
+    )
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--examples", type=int, default=None)
     parser.add_argument("--hours", type=float, default=None)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--seed", type=int, default=int(time.time()) % 10**6)
-    parser.add_argument("--round", type=int, default=300, help="examples per rank count, then all are looked at")
+    parser.add_argument(
+        "--round", type=int, default=300, help="examples per rank count, then all are looked at"
+    )
     parser.add_argument("--case", default=None)
     args = parser.parse_args()
     # not above, because the ranks' processes import this file, too
@@ -66,19 +80,26 @@ def main():
         return time.monotonic() - began
 
     def more():
-        return (limit is None or total < limit) and (args.hours is None or elapsed() < 3600 * args.hours)
+        return (limit is None or total < limit) and (
+            args.hours is None or elapsed() < 3600 * args.hours
+        )
 
     print(f"seed {args.seed}, ranks {args.ranks}, {limit or 'any number of'} examples", flush=True)
     while more():
         test_generated.SEED = number
         for world_size in args.ranks:
             try:
-                for backend, count in (("torch", args.round - args.round // 10), ("triton", args.round // 10)):
+                for backend, count in (
+                    ("torch", args.round - args.round // 10),
+                    ("triton", args.round // 10),
+                ):
                     test_generated.check_cases(world_size, backend, count)
                     total += count
             except Exception as error:
                 traceback.print_exception(error)
-                print(f"FAILED after {total} examples, {elapsed() / 60:.1f} min, {world_size} ranks: --seed {number}")
+                print(
+                    f"FAILED after {total} examples, {elapsed() / 60:.1f} min, {world_size} ranks: --seed {number}"
+                )
                 return 1
             now[world_size] = on_ranks(world_size, resources)
         number += 1
@@ -86,7 +107,10 @@ def main():
             before = dict(now)
         resident = max(r[1] for ranks in now.values() for r in ranks) / 2**20
         rate = total / elapsed()
-        print(f"seed {number - 1}: {total} examples, {rate:.1f}/s, largest rank {resident:.0f} MiB", flush=True)
+        print(
+            f"seed {number - 1}: {total} examples, {rate:.1f}/s, largest rank {resident:.0f} MiB",
+            flush=True,
+        )
 
     leaks = 0
     for world_size in args.ranks:
@@ -95,7 +119,9 @@ def main():
             leaks += fds > 0 or device > TOLERATED
             grown = f"{fds:+d} file descriptors, {resident / 2**20:+.1f} MiB resident, {device:+d} bytes on the device"
             print(f"{world_size} ranks, rank {rank}: {grown} after the first {WARM_UP} rounds")
-    print(f"{total} examples in {elapsed() / 60:.1f} min, 0 failures, {leaks} leaks; seeds {args.seed} to {number - 1}")
+    print(
+        f"{total} examples in {elapsed() / 60:.1f} min, 0 failures, {leaks} leaks; seeds {args.seed} to {number - 1}"
+    )
     return 1 if leaks else 0
 
 

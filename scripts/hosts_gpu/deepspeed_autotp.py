@@ -1,4 +1,5 @@
-"""DeepSpeed AutoTP of Transformers' Llama: gathered logits, DeepSpeed's own vocabulary-parallel loss, and `fuse_head`.
+"""DeepSpeed AutoTP of Transformers' Llama: gathered logits, DeepSpeed's own vocabulary-parallel
+loss, and `fuse_head`.
 
 torchrun --standalone --nproc-per-node 2 scripts/hosts_gpu/deepspeed_autotp.py --json deepspeed.json
 """
@@ -36,7 +37,9 @@ def build(run: Run, vocab_parallel: bool, fused: bool) -> Train:
         meter.watch(engine.module.model.norm)
 
         def step(ids, labels):
-            loss = engine(input_ids=ids, labels=ids, shift_labels=labels, num_items_in_batch=labels.numel()).loss
+            loss = engine(
+                input_ids=ids, labels=ids, shift_labels=labels, num_items_in_batch=labels.numel()
+            ).loss
             engine.backward(loss)
             engine.step()
             return loss

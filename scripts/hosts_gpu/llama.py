@@ -1,4 +1,5 @@
-"""Transformers' Llama of random weights, and a run of its Trainer or of one of TRL's, for other scripts here."""
+"""Transformers' Llama of random weights, and a run of its Trainer or of one of TRL's, for other
+scripts here."""
 
 import os
 import shutil
@@ -57,7 +58,9 @@ def tensor_parallel(run: Run) -> LlamaForCausalLM:
 
         accelerate.Accelerator.multi_device = property(lambda self: self.use_distributed)
     parallel = DistributedConfig(tp_size=run.ranks.world, tp_plan="auto")
-    return LlamaForCausalLM.from_pretrained(saved(run), dtype=run.dtype, distributed_config=parallel)
+    return LlamaForCausalLM.from_pretrained(
+        saved(run), dtype=run.dtype, distributed_config=parallel
+    )
 
 
 def arguments(run: Run, rows: int, steps: int) -> dict:
@@ -77,7 +80,8 @@ class Steps(TrainerCallback):
         self.meter, self.logged = meter, logged
 
     def on_step_begin(self, args, state, control, **_):
-        torch.manual_seed(state.global_step)  # of what GRPO samples, for which it seeds each rank differently
+        # of what GRPO samples, for which it seeds each rank differently
+        torch.manual_seed(state.global_step)
         self.meter.begin()
 
     def on_step_end(self, args, state, control, **_):
@@ -96,7 +100,8 @@ def train(trainer, meter: Meter, logged: str = "loss") -> None:
         trainer.train()
     finally:
         trainer.model.zero_grad(set_to_none=True)
-        for p in trainer.model.parameters():  # hooks of a tensor parallel model hold the trainer, and that the model
+        # hooks of a tensor parallel model hold the trainer, and that the model
+        for p in trainer.model.parameters():
             if p._post_accumulate_grad_hooks:
                 p._post_accumulate_grad_hooks.clear()
             p._replicated_grad_hook_registered = False  # so that the next trainer adds its own

@@ -1,5 +1,6 @@
-"""Trains one small model in a host, with the host's own head and with ours in turn: losses, times, memory, and the
-largest micro-batch that fits. A script of this folder calls `main` with a function for each head."""
+"""Trains one small model in a host, with the host's own head and with ours in turn: losses, times,
+memory, and the largest micro-batch that fits. A script of this folder calls `main` with a function
+for each head."""
 
 from __future__ import annotations
 
@@ -47,11 +48,14 @@ class Shape:
     most: int = 256  # rows at which the search for the largest micro-batch ends
 
 
-TINY = Shape(layers=2, hidden=32, heads=4, kv_heads=2, ffn=64, vocab=512, length=32, batch=2, steps=3, most=2)
+TINY = Shape(
+    layers=2, hidden=32, heads=4, kv_heads=2, ffn=64, vocab=512, length=32, batch=2, steps=3, most=2
+)
 
 
 class Meter(Clock):
-    """Losses, and the time of each step and of its head: from the last norm's output to the gradient of that output."""
+    """Losses, and the time of each step and of its head: from the last norm's output to the
+    gradient of that output."""
 
     def __init__(self, device: torch.device):
         super().__init__(device)
@@ -100,12 +104,17 @@ class Run:
     def __init__(self, args: argparse.Namespace):
         shape = TINY if args.tiny else Shape()
         self.args, self.shape = args, replace(shape, steps=args.steps or shape.steps)
-        self.ranks = parallel.start(int(os.environ.get("WORLD_SIZE", 1)), "cpu" if args.tiny else "cuda")
+        self.ranks = parallel.start(
+            int(os.environ.get("WORLD_SIZE", 1)), "cpu" if args.tiny else "cuda"
+        )
         self.device, self.cuda = self.ranks.device, self.ranks.device.type == "cuda"
         self.dtype = torch.bfloat16 if self.cuda else torch.float32
-        if self.cuda:  # one limit on all ranks, or one would run out of memory while the others wait for it
+        # one limit on all ranks, or one would run out of memory while the others wait for it
+        if self.cuda:
             torch.cuda.set_per_process_memory_fraction(MEMORY)
-        self.text = torch.tensor(word_ids("\n".join(data.documents(None, 1 if args.tiny else 12)), self.shape.vocab))
+        self.text = torch.tensor(
+            word_ids("\n".join(data.documents(None, 1 if args.tiny else 12)), self.shape.vocab)
+        )
 
     def rows(self, count: int, step: int) -> torch.Tensor:
         """ids [count, length + 1] of the step's micro-batch, the same on all ranks."""
@@ -129,7 +138,9 @@ class Run:
 
 def word_ids(text: str, vocab: int) -> list[int]:
     """A word, a space or a sign is a token: its id is a hash of it, between 3 and vocab."""
-    return [3 + zlib.crc32(word.encode()) % (vocab - 3) for word in re.findall(r"\w+|\s+|[^\w\s]", text)]
+    return [
+        3 + zlib.crc32(word.encode()) % (vocab - 3) for word in re.findall(r"\w+|\s+|[^\w\s]", text)
+    ]
 
 
 def clean() -> None:
@@ -139,7 +150,8 @@ def clean() -> None:
 
 
 def largest(fits: Callable[[int], bool], start: int, most: int) -> int:
-    """The most rows that fit, to a sixteenth: doubled from start, then bisected. 0: not one row; most: or more."""
+    """The most rows that fit, to a sixteenth: doubled from start, then bisected. 0: not one row;
+    most: or more."""
     low, high, rows = 0, None, start
     while True:
         if fits(rows):
@@ -158,7 +170,8 @@ def search(run: Run, train: Train) -> dict:
         try:
             train(rows, 2, meter)
         except torch.cuda.OutOfMemoryError as error:
-            traceback.clear_frames(error.__traceback__)  # or cycles through autograd's graph would keep it
+            # or cycles through autograd's graph would keep it
+            traceback.clear_frames(error.__traceback__)
             enough = False
         for hook in meter.hooks:
             hook.remove()
@@ -181,11 +194,16 @@ def curve(run: Run, train: Train) -> dict:
 PARTS = "curve", "search", "check"
 
 
-def main(package: str, heads: dict[str, Callable[[Run], Train]], check: Callable | None = None, ways=()) -> None:
-    """package: of the host, for its version. heads: name -> function that builds the model; the host's own is first.
-    check: function of a Run, for what else is recorded of the host. ways: other ways to train that --ways can name."""
+def main(
+    package: str, heads: dict[str, Callable[[Run], Train]], check: Callable | None = None, ways=()
+) -> None:
+    """package: of the host, for its version. heads: name -> function that builds the model; the
+    host's own is first. check: function of a Run, for what else is recorded of the host. ways:
+    other ways to train that --ways can name."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--json", required=True, help="where the results go, after each part of the run")
+    parser.add_argument(
+        "--json", required=True, help="where the results go, after each part of the run"
+    )
     parser.add_argument("--tiny", action="store_true", help="a tiny model on CPUs")
     parser.add_argument("--heads", nargs="+", choices=list(heads), default=list(heads))
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
@@ -200,12 +218,17 @@ def main(package: str, heads: dict[str, Callable[[Run], Train]], check: Callable
         "heads": {name: {} for name in run.args.heads},
     }  # fmt: skip
     parts: list = [
-        (f"{part.__name__}, {name}", found, lambda part=part, name=name: part(run, heads[name](run)))
+        (
+            f"{part.__name__}, {name}",
+            found,
+            lambda part=part, name=name: part(run, heads[name](run)),
+        )
         for part in (curve, search)
         for name, found in record["heads"].items()
     ]
     if check is not None:
-        parts.insert(len(record["heads"]), ("check", record, lambda: check(run)))  # after all curves
+        # after all curves
+        parts.insert(len(record["heads"]), ("check", record, lambda: check(run)))
     parts = [part for part in parts if part[0].split(",")[0] in run.args.parts]
     failed = False
     for name, found, measure in parts:
@@ -218,8 +241,12 @@ def main(package: str, heads: dict[str, Callable[[Run], Train]], check: Callable
         found |= new
         clean()
         if run.ranks.rank == 0:
-            shown = {key: f"{x[0]:.4f} to {x[-1]:.4f}" if key == "loss" else x for key, x in new.items()}
-            held = f", {torch.cuda.memory_allocated() / 2**30:.1f} GiB still held" if run.cuda else ""
+            shown = {
+                key: f"{x[0]:.4f} to {x[-1]:.4f}" if key == "loss" else x for key, x in new.items()
+            }
+            held = (
+                f", {torch.cuda.memory_allocated() / 2**30:.1f} GiB still held" if run.cuda else ""
+            )
             print(f"{package}, {run.ranks.world} rank(s), {name}: {shown}{held}", flush=True)
             Path(run.args.json).write_text(json.dumps(record) + "\n")
     sys.stdout.flush()

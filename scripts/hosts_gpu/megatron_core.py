@@ -1,5 +1,6 @@
-"""Megatron-Core's schedule, data-parallel wrapper and optimizer by launch/megatron_pretrain.py, tensor parallel, with
-its own losses and with `install`; and whether two runs in its deterministic mode have equal bits.
+"""Megatron-Core's schedule, data-parallel wrapper and optimizer by launch/megatron_pretrain.py,
+tensor parallel, with its own losses and with `install`; and whether two runs in its deterministic
+mode have equal bits.
 
 torchrun --standalone --nproc-per-node 2 scripts/hosts_gpu/megatron_core.py --json megatron.json
 """
@@ -8,7 +9,8 @@ import functools
 import os
 import statistics
 
-os.environ.setdefault("NCCL_ALGO", "Ring")  # as Megatron's trainer sets it in its deterministic mode
+# as Megatron's trainer sets it in its deterministic mode
+os.environ.setdefault("NCCL_ALGO", "Ring")
 import torch
 from measure import OURS, Run, Train, clean, main
 
@@ -37,9 +39,15 @@ def start(run: Run) -> None:
 def trained(run: Run, loss: str, rows: int, steps: int, *more: str) -> dict:
     start(run)
     options = {"tp": run.ranks.world, "batch": rows, "steps": steps, "lr": 1e-4}
-    options |= {name: getattr(run.shape, name) for name in ("vocab", "layers", "hidden", "heads", "length")}
-    args = megatron_pretrain.parse([*more, *(f"--{name}={value}" for name, value in options.items())])
-    return megatron_pretrain.train(args, loss, "none", run.ranks, lambda step, number: run.batch(rows, step))
+    options |= {
+        name: getattr(run.shape, name) for name in ("vocab", "layers", "hidden", "heads", "length")
+    }
+    args = megatron_pretrain.parse(
+        [*more, *(f"--{name}={value}" for name, value in options.items())]
+    )
+    return megatron_pretrain.train(
+        args, loss, "none", run.ranks, lambda step, number: run.batch(rows, step)
+    )
 
 
 def build(run: Run, loss: str) -> Train:
@@ -47,7 +55,9 @@ def build(run: Run, loss: str) -> Train:
         found = trained(run, loss, rows, steps)
         meter.losses = found["loss"]
         for name in ("step", "head"):
-            meter.known[f"{name}_ms"] = 1e3 * statistics.median(found[f"{name}_seconds"][steps // 5 :])
+            meter.known[f"{name}_ms"] = 1e3 * statistics.median(
+                found[f"{name}_seconds"][steps // 5 :]
+            )
         if run.cuda:
             meter.known["peak_gib"] = found["step_mib"] / 2**10
 
@@ -55,8 +65,9 @@ def build(run: Run, loss: str) -> Train:
 
 
 def deterministic(run: Run) -> dict:
-    """Whether two runs of each of our heads in Megatron's deterministic mode have equal losses, gradient norms and
-    weights. As in Megatron's trainer, torch refuses operations that are not deterministic."""
+    """Whether two runs of each of our heads in Megatron's deterministic mode have equal losses,
+    gradient norms and weights. As in Megatron's trainer, torch refuses operations that are not
+    deterministic."""
     torch.use_deterministic_algorithms(True)
     equal = []
     for loss in (HEADS[OURS], HEADS[f"{OURS}, one sweep"]):
@@ -70,4 +81,8 @@ def deterministic(run: Run) -> dict:
 
 
 if __name__ == "__main__":
-    main("megatron-core", {n: functools.partial(build, loss=loss) for n, loss in HEADS.items()}, deterministic)
+    main(
+        "megatron-core",
+        {n: functools.partial(build, loss=loss) for n, loss in HEADS.items()},
+        deterministic,
+    )

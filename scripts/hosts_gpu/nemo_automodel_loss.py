@@ -1,7 +1,8 @@
-"""NeMo-Automodel's losses, called as its recipes call them, of Transformers' Llama in torch's tensor parallelism, with
-its MaskedCrossEntropy and with ours.
+"""NeMo-Automodel's losses, called as its recipes call them, of Transformers' Llama in torch's
+tensor parallelism, with its MaskedCrossEntropy and with ours.
 
-torchrun --standalone --nproc-per-node 2 scripts/hosts_gpu/nemo_automodel_loss.py --json nemo_automodel.json
+torchrun --standalone --nproc-per-node 2 scripts/hosts_gpu/nemo_automodel_loss.py --json
+nemo_automodel.json
 """
 
 import functools
@@ -50,5 +51,12 @@ def build(run: Run, loss_of) -> Train:
 
 
 if __name__ == "__main__":
-    losses = {"NeMo-Automodel": MaskedCrossEntropy, f"{OURS}, loss of logits": LogitsLoss, OURS: FusedHeadLoss}
-    main("nemo_automodel", {name: functools.partial(build, loss_of=loss) for name, loss in losses.items()})
+    losses = {
+        "NeMo-Automodel": MaskedCrossEntropy,
+        f"{OURS}, loss of logits": LogitsLoss,
+        OURS: FusedHeadLoss,
+    }
+    main(
+        "nemo_automodel",
+        {name: functools.partial(build, loss_of=loss) for name, loss in losses.items()},
+    )

@@ -1,11 +1,14 @@
-"""torchtitan's Trainer, tensor parallel, with its loss of logits, its chunked loss, and with `FusedHeadLoss`.
+"""torchtitan's Trainer, tensor parallel, with its loss of logits, its chunked loss, and with
+`FusedHeadLoss`.
 
-torchrun --standalone --nproc-per-node 2 scripts/hosts_gpu/torchtitan_trainer.py --json torchtitan.json
+torchrun --standalone --nproc-per-node 2 scripts/hosts_gpu/torchtitan_trainer.py --json
+torchtitan.json
 
---ways names other ways to train: FSDP (the parameters sharded over all GPUs, each with rows of its own, in the place
-of tensor parallelism), FSDP_TP2 (tensor parallel over two ranks, FSDP over the others), compile (the model, and
-torchtitan's loss of logits), graphs (CUDA graphs, torchtitan's default; the head has no time of its own), checkpoint
-(of whole layers, where torchtitan's default keeps half of the GEMMs).
+--ways names other ways to train: FSDP (the parameters sharded over all GPUs, each with rows of its
+own, in the place of tensor parallelism), FSDP_TP2 (tensor parallel over two ranks, FSDP over the
+others), compile (the model, and torchtitan's loss of logits), graphs (CUDA graphs, torchtitan's
+default; the head has no time of its own), checkpoint (of whole layers, where torchtitan's default
+keeps half of the GEMMs).
 """
 
 import dataclasses
@@ -18,7 +21,8 @@ import torch
 import torch.distributed.fsdp
 from measure import OURS, Run, Train, main
 
-if not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):  # torch 2.11; of backends that are not trained here
+# torch 2.11; of backends that are not trained here
+if not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):
     torch.distributed.fsdp.DataParallelMeshDims = type("DataParallelMeshDims", (), {})
 if not hasattr(torch.distributed, "set_timeout"):  # torch 2.11
     torch.distributed.set_timeout = lambda timeout, group=None: None
@@ -41,13 +45,24 @@ from tp_headloss.integrations.torchtitan import FusedHeadLoss
 
 
 def specification(run: Run):
-    shape, spec = run.shape, llama3.model_registry("debugmodel" if TINY else "1B", attn_backend="sdpa")
+    shape, spec = (
+        run.shape,
+        llama3.model_registry("debugmodel" if TINY else "1B", attn_backend="sdpa"),
+    )
     config = spec.model
-    config.layers, config.vocab_size, config.enable_weight_tying = config.layers[: shape.layers], shape.vocab, False
+    config.layers, config.vocab_size, config.enable_weight_tying = (
+        config.layers[: shape.layers],
+        shape.vocab,
+        False,
+    )
     config.tok_embeddings.num_embeddings = config.lm_head.out_features = shape.vocab
-    config.tok_embeddings.param_init = {"weight": functools.partial(torch.nn.init.normal_, std=0.02)}
+    config.tok_embeddings.param_init = {
+        "weight": functools.partial(torch.nn.init.normal_, std=0.02)
+    }
     own = spec.parallelize_fn
-    return dataclasses.replace(spec, parallelize_fn=lambda model, **options: sums_of_gloo(own(model, **options)))
+    return dataclasses.replace(
+        spec, parallelize_fn=lambda model, **options: sums_of_gloo(own(model, **options))
+    )
 
 
 def build(run: Run, loss: BaseLoss.Config) -> Train:
@@ -60,12 +75,16 @@ def build(run: Run, loss: BaseLoss.Config) -> Train:
             yield ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
     def train(rows, steps, meter):
-        torch.autograd.set_multithreading_enabled(False)  # as the trainer does where there is no group yet
+        # as the trainer does where there is no group yet
+        torch.autograd.set_multithreading_enabled(False)
         training = TrainingConfig(
             local_batch_size=rows, seq_len=run.shape.length, steps=steps, disable_cuda_graphs="graphs" not in ways,
             mixed_precision_param=str(run.dtype).removeprefix("torch."),
         )  # fmt: skip
-        parallelism = {"data_parallel_shard_degree": run.dp, "tensor_parallel_degree": world // run.dp}
+        parallelism = {
+            "data_parallel_shard_degree": run.dp,
+            "tensor_parallel_degree": world // run.dp,
+        }
         trainer = Trainer(Trainer.Config(
             loss=loss, model_spec=specification(run), tokenizer=Tokenizer.Config(), training=training,
             dataloader=Batches.Config(make=batches), metrics=Seen.Config(log_freq=1), optimizer=default_adamw(lr=1e-4),

@@ -1,6 +1,8 @@
-"""Transformers' Trainer on one GPU, or tensor parallel by the model's own plan, with its own loss and with `fuse_head`.
+"""Transformers' Trainer on one GPU, or tensor parallel by the model's own plan, with its own loss
+and with `fuse_head`.
 
-torchrun --standalone --nproc-per-node 2 scripts/hosts_gpu/transformers_trainer.py --json transformers.json
+torchrun --standalone --nproc-per-node 2 scripts/hosts_gpu/transformers_trainer.py --json
+transformers.json
 """
 
 import llama
@@ -18,11 +20,16 @@ def build(run: Run, fused: bool) -> Train:
     def train(rows, steps, meter):
         texts = [row for step in range(steps) for row in run.rows(rows, step)[:, :-1]]
         arguments = TrainingArguments(**llama.arguments(run, rows, steps))
-        trainer = Trainer(model, arguments, train_dataset=[{"input_ids": row, "labels": row} for row in texts])
+        trainer = Trainer(
+            model, arguments, train_dataset=[{"input_ids": row, "labels": row} for row in texts]
+        )
         llama.train(trainer, meter)
 
     return train
 
 
 if __name__ == "__main__":
-    main("transformers", {"Transformers": lambda run: build(run, False), OURS: lambda run: build(run, True)})
+    main(
+        "transformers",
+        {"Transformers": lambda run: build(run, False), OURS: lambda run: build(run, True)},
+    )

@@ -1,6 +1,7 @@
-"""TRL's SFTTrainer, or with --ways GRPO its GRPOTrainer, on one GPU or tensor parallel by the model's plan, with TRL's
-fused head and with `fuse_log_probs`. GRPO trains on 8 samples for each row, of an eighth of its tokens: half are a
-prompt, half generated; its curve is the policy's entropy.
+"""TRL's SFTTrainer, or with --ways GRPO its GRPOTrainer, on one GPU or tensor parallel by the
+model's plan, with TRL's fused head and with `fuse_log_probs`. GRPO trains on 8 samples for each
+row, of an eighth of its tokens: half are a prompt, half generated; its curve is the policy's
+entropy.
 
 torchrun --standalone --nproc-per-node 2 scripts/hosts_gpu/trl_trainer.py --json trl.json
 python scripts/hosts_gpu/trl_trainer.py --ways GRPO --json trl_grpo.json
@@ -28,7 +29,9 @@ def tokenizer(vocab: int) -> PreTrainedTokenizerFast:
     words = {"<pad>": 0, "<bos>": 1, "<eos>": 2} | {str(n): n for n in range(3, vocab)}
     found = Tokenizer(WordLevel(words, unk_token="<pad>"))
     found.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=found, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=found, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
+    )
 
 
 def reward(completion_ids, **_) -> list[float]:
@@ -37,9 +40,13 @@ def reward(completion_ids, **_) -> list[float]:
 
 
 def sft(run: Run, model, rows: int, steps: int) -> SFTTrainer:
-    texts = [{"input_ids": row.tolist()} for step in range(steps) for row in run.rows(rows, step)[:, :-1]]
+    texts = [
+        {"input_ids": row.tolist()} for step in range(steps) for row in run.rows(rows, step)[:, :-1]
+    ]
     config = SFTConfig(**llama.arguments(run, rows, steps), max_length=run.shape.length)
-    return SFTTrainer(model, config, train_dataset=Dataset.from_list(texts), processing_class=run.tokenizer)
+    return SFTTrainer(
+        model, config, train_dataset=Dataset.from_list(texts), processing_class=run.tokenizer
+    )
 
 
 def grpo(run: Run, model, rows: int, steps: int) -> GRPOTrainer:
@@ -50,7 +57,9 @@ def grpo(run: Run, model, rows: int, steps: int) -> GRPOTrainer:
         **llama.arguments(run, rows * SAMPLES, steps), num_generations=SAMPLES, max_completion_length=half,
         generation_kwargs={"use_cache": True, "min_new_tokens": half},
     )  # fmt: skip
-    return GRPOTrainer(model, reward, config, Dataset.from_list(texts), processing_class=run.tokenizer)
+    return GRPOTrainer(
+        model, reward, config, Dataset.from_list(texts), processing_class=run.tokenizer
+    )
 
 
 def build(run: Run, fused: bool) -> Train:
@@ -67,4 +76,8 @@ def build(run: Run, fused: bool) -> Train:
 
 
 if __name__ == "__main__":
-    main("trl", {"TRL": lambda run: build(run, False), OURS: lambda run: build(run, True)}, ways=["GRPO"])
+    main(
+        "trl",
+        {"TRL": lambda run: build(run, False), OURS: lambda run: build(run, True)},
+        ways=["GRPO"],
+    )

@@ -1,11 +1,12 @@
-"""verl's Megatron engine, tensor parallel: steps of its SFT loss, made of its log-probs, with its own head and with a
-fused head by `install`.
+"""verl's Megatron engine, tensor parallel: steps of its SFT loss, made of its log-probs, with its
+own head and with a fused head by `install`.
 
 torchrun --standalone --nproc-per-node 2 scripts/hosts_gpu/verl_engine.py --json verl.json
 
-Real are verl's engine, configuration, micro-batches and loss, and Megatron's model, schedule and optimizer. Not real:
-ray, which only starts verl's processes, is an empty module; and launch/megatron_model.py makes the model, since verl's
-bridge of a checkpoint needs Transformer Engine.
+Real are verl's engine, configuration, micro-batches and loss, and Megatron's model, schedule and
+optimizer. Not real: ray, which only starts verl's processes, is an empty module; and
+launch/megatron_model.py makes the model, since verl's bridge of a checkpoint needs Transformer
+Engine.
 """
 
 import functools
@@ -27,7 +28,8 @@ if "--tiny" in sys.argv:
     import megatron_cpu
 
     megatron_cpu.pretend()
-sys.modules.update(dict.fromkeys(("torchtitan", "nemo_automodel")))  # whose engines verl would import, too
+# whose engines verl would import, too
+sys.modules.update(dict.fromkeys(("torchtitan", "nemo_automodel")))
 # ruff: noqa: E402
 import verl.workers.engine.megatron.transformer_impl as host
 from tensordict import TensorDict
@@ -46,7 +48,9 @@ host.log_gpu_memory_usage = lambda *args, **options: None
 def engine_of(run: Run, fused: bool):
     shape, folder = run.shape, tempfile.mkdtemp()
     options = {"tp": run.ranks.world, "lr": 1e-4}
-    options |= {name: getattr(shape, name) for name in ("vocab", "layers", "hidden", "heads", "length")}
+    options |= {
+        name: getattr(shape, name) for name in ("vocab", "layers", "hidden", "heads", "length")
+    }
     args = megatron_pretrain.parse([f"--{name}={value}" for name, value in options.items()])
 
     def build_config(engine):
@@ -61,7 +65,9 @@ def engine_of(run: Run, fused: bool):
         vocab_size=shape.vocab, hidden_size=shape.hidden, num_hidden_layers=shape.layers, tie_word_embeddings=False,
         num_attention_heads=shape.heads, intermediate_size=shape.ffn, architectures=["LlamaForCausalLM"],
     ).save_pretrained(folder)  # fmt: skip
-    model = HFModelConfig(path=folder, load_tokenizer=False, override_config={"attn_implementation": "eager"})
+    model = HFModelConfig(
+        path=folder, load_tokenizer=False, override_config={"attn_implementation": "eager"}
+    )
     model.tokenizer = SimpleNamespace(pad_token_id=0)
     engine = EngineRegistry.new(
         "language_model", "megatron", model_config=model, checkpoint_config=None,
@@ -87,13 +93,20 @@ def build(run: Run, fused: bool) -> Train:
     def step(ids, labels):
         rows, scored = len(ids), torch.ones_like(ids)
         scored[:, 0] = 0  # no label
-        nested = [torch.nested.as_nested_tensor(list(x), layout=torch.jagged) for x in (ids, scored)]
+        nested = [
+            torch.nested.as_nested_tensor(list(x), layout=torch.jagged) for x in (ids, scored)
+        ]
         data = TensorDict(
-            {"input_ids": nested[0], "loss_mask": nested[1], "temperature": torch.ones(rows)}, batch_size=[rows]
+            {"input_ids": nested[0], "loss_mask": nested[1], "temperature": torch.ones(rows)},
+            batch_size=[rows],
         )
         sizes = {"micro_batch_size_per_gpu": rows, "global_batch_size": rows}
-        tensordict_utils.assign_non_tensor(data, use_dynamic_bsz=False, calculate_entropy=False, **sizes)
-        return torch.tensor(engine.train_batch(data, functools.partial(sft_loss, None))["loss"]).sum()
+        tensordict_utils.assign_non_tensor(
+            data, use_dynamic_bsz=False, calculate_entropy=False, **sizes
+        )
+        return torch.tensor(
+            engine.train_batch(data, functools.partial(sft_loss, None))["loss"]
+        ).sum()
 
     def train(rows, steps, meter):
         meter.watch(host.unwrap_model(engine.module[0]).decoder.final_layernorm)

@@ -1,4 +1,5 @@
-"""`Options(validate="full")`: a mistake on one rank alone is the same exception on every rank, at once."""
+"""`Options(validate="full")`: a mistake on one rank alone is the same exception on every rank, at
+once."""
 
 import time
 from dataclasses import replace
@@ -22,16 +23,30 @@ class Call:
 
     def __init__(self, group, device):
         self.shard = hl.VocabShard.from_group(group, V)
-        self.x = torch.randn(N, V, device=device)[:, self.shard.start : self.shard.stop].requires_grad_()
+        self.x = torch.randn(N, V, device=device)[
+            :, self.shard.start : self.shard.stop
+        ].requires_grad_()
         self.labels = torch.randint(0, V, (N,), device=device)
         self.hidden = torch.randn(N, H, device=device)
-        self.weight = torch.randn(V, H, device=device)[self.shard.start : self.shard.stop].requires_grad_()
-        self.options, self.transform, self.terms, self.inputs = FULL, hl.Transform(), [hl.CrossEntropy()], {}
+        self.weight = torch.randn(V, H, device=device)[
+            self.shard.start : self.shard.stop
+        ].requires_grad_()
+        self.options, self.transform, self.terms, self.inputs = (
+            FULL,
+            hl.Transform(),
+            [hl.CrossEntropy()],
+            {},
+        )
         self.keywords = {}
 
     def statistics(self):
         return hl.vocab_statistics(
-            self.x, self.labels, shard=self.shard, transform=self.transform, options=self.options, **self.keywords
+            self.x,
+            self.labels,
+            shard=self.shard,
+            transform=self.transform,
+            options=self.options,
+            **self.keywords,
         ).log_prob
 
     def head(self):
@@ -40,8 +55,13 @@ class Call:
         return head_loss(self.x, self.labels, **inputs).loss
 
     def linear_head(self):
-        head_loss, linear = hl.HeadLoss(self.terms, options=self.options), hl.Linear(**self.keywords)
-        return head_loss.linear(self.hidden, self.weight, self.labels, shard=self.shard, linear=linear).loss
+        head_loss, linear = (
+            hl.HeadLoss(self.terms, options=self.options),
+            hl.Linear(**self.keywords),
+        )
+        return head_loss.linear(
+            self.hidden, self.weight, self.labels, shard=self.shard, linear=linear
+        ).loss
 
     def linear_statistics(self):
         arguments = self.hidden, self.weight, self.labels
@@ -50,16 +70,26 @@ class Call:
         ).lse
 
     def topk(self):
-        return hl.topk_log_probs(self.x, shard=self.shard, options=self.options, **({"k": 3} | self.keywords)).log_probs
+        return hl.topk_log_probs(
+            self.x, shard=self.shard, options=self.options, **({"k": 3} | self.keywords)
+        ).log_probs
 
     def draw(self):
         """Sampled ids; the log-probs and sets are made of them."""
-        given = {"seed": 5, "positions": torch.arange(N, device=self.x.device), "rule": RULE} | self.keywords
-        return hl.sample(self.x, shard=self.shard, transform=self.transform, options=self.options, **given).ids
+        given = {
+            "seed": 5,
+            "positions": torch.arange(N, device=self.x.device),
+            "rule": RULE,
+        } | self.keywords
+        return hl.sample(
+            self.x, shard=self.shard, transform=self.transform, options=self.options, **given
+        ).ids
 
     def kept(self):
         rule = self.keywords.get("rule", RULE)
-        return hl.kept_ids(self.x, rule, shard=self.shard, transform=self.transform, options=self.options).ids
+        return hl.kept_ids(
+            self.x, rule, shard=self.shard, transform=self.transform, options=self.options
+        ).ids
 
     def rows(self):
         """Rows of the weight; `select_rows` always compares."""
@@ -82,7 +112,9 @@ def shared_inputs(call):
     call.inputs = {
         "advantages": torch.ones(N, device=device),
         "old_log_prob": torch.full((N,), -2.0, device=device),
-        "sequences": hl.Sequences.from_ids(torch.arange(N, device=device) // 2, 3, call.labels >= 0),
+        "sequences": hl.Sequences.from_ids(
+            torch.arange(N, device=device) // 2, 3, call.labels >= 0
+        ),
         "teacher": hl.Teacher(torch.zeros_like(call.x)),
     }
 
@@ -120,7 +152,9 @@ def with_sets(*numbers):
 def rule_of(**values):
     """A rule with values per token."""
     return lambda c: c.keywords.update(
-        rule=hl.SamplingRule(**{name: torch.full((N,), x, device=c.x.device) for name, x in values.items()})
+        rule=hl.SamplingRule(
+            **{name: torch.full((N,), x, device=c.x.device) for name, x in values.items()}
+        )
     )
 
 
@@ -151,7 +185,8 @@ def mine(factor, stats):
     return {"mine": factor * stats.lse}
 
 
-# name -> (method, what every rank prepares, what only the last one does, the exception, words of its message)
+# name -> (method, what every rank prepares, what only the last one does, the exception, words of
+# its message)
 CASES = {
     "labels of another dtype": ("statistics", None, lambda c: c.rewrite(labels=c.labels.float()), "TypeError", "int64"),
     "one label too few": ("statistics", None, lambda c: c.rewrite(labels=c.labels[1:]), "ValueError", "shape [6]"),
@@ -309,7 +344,9 @@ def test_a_mistake_on_one_rank_is_the_same_exception_on_all(name, world_size):
     assert all(results), "a rank noticed nothing"
     kind, words = CASES[name][3:]
     for failure, seconds in results:
-        assert failure == results[0][0] and failure.kind == kind and words in failure.message, failure
+        assert failure == results[0][0] and failure.kind == kind and words in failure.message, (
+            failure
+        )
         named = f"rank {world_size - 1}", f"ranks [{world_size - 1}]"
         assert any(words in failure.message for words in named) or "cover" in failure.message
         assert seconds < TIMEOUT
@@ -347,7 +384,9 @@ def test_a_group_of_one_gets_what_one_rank_gets(method):
 def test_the_same_mistake_on_all_ranks_keeps_its_message():
     plain = on_ranks(2, everywhere_run, "metadata", failures=True)
     full = on_ranks(2, everywhere_run, "full", failures=True)
-    assert [f.message for f in plain] == [f.message for f in full] and "got torch.float32" in full[0].message
+    assert [f.message for f in plain] == [f.message for f in full] and "got torch.float32" in full[
+        0
+    ].message
 
 
 def everywhere_run(group, device, validate):
@@ -358,7 +397,10 @@ def everywhere_run(group, device, validate):
 
 def test_full_validation_is_refused_under_compile():
     compiled = torch.compile(
-        lambda x: hl.vocab_statistics(x, options=FULL).lse, backend="eager", fullgraph=True, dynamic=False
+        lambda x: hl.vocab_statistics(x, options=FULL).lse,
+        backend="eager",
+        fullgraph=True,
+        dynamic=False,
     )
     with pytest.raises(Exception, match="validate='full' is for eager"):
         compiled(torch.zeros(2, 4))
@@ -372,7 +414,9 @@ def compiled_run(group, device, call):
         problem = Call(group, device)
         result = function(problem)
         result.sum().backward()
-        results.append([result.detach(), (problem.weight if problem.x.grad is None else problem.x).grad])
+        results.append(
+            [result.detach(), (problem.weight if problem.x.grad is None else problem.x).grad]
+        )
     return results
 
 
@@ -409,7 +453,9 @@ class Raising:
         raise what
 
 
-@pytest.mark.parametrize("kind, name", [("exit", "exit: now"), ("unicode", "UnicodeDecodeError: 'utf-8' codec can't")])
+@pytest.mark.parametrize(
+    "kind, name", [("exit", "exit: now"), ("unicode", "UnicodeDecodeError: 'utf-8' codec can't")]
+)
 def test_an_exception_that_is_not_known_is_a_runtime_error_that_names_it(kind, name):
     here, there = on_ranks(2, undecodable_run, kind)
     for found, message in (here, there):
@@ -417,12 +463,20 @@ def test_an_exception_that_is_not_known_is_a_runtime_error_that_names_it(kind, n
 
 
 def alike_run(group, device):
-    """A term's constants that have no values to compare, or values of each rank's own: the same on all ranks."""
+    """A term's constants that have no values to compare, or values of each rank's own: the same on
+    all ranks."""
     model = torch.nn.Linear(2, 2)  # drawn by each rank for itself
     shard = hl.VocabShard.from_group(group, V)
-    constants = {Call: 1, mine: 2, object(): 3, "others": (object(), {mine}, model, shard, torch.eye(2).to_sparse())}
+    constants = {
+        Call: 1,
+        mine: 2,
+        object(): 3,
+        "others": (object(), {mine}, model, shard, torch.eye(2).to_sparse()),
+    }
     call = Call(group, device)
-    call.rewrite(terms=[hl.Term("mine", partial(scaled, constants)), hl.Term("other", lambda s: s.lse)])
+    call.rewrite(
+        terms=[hl.Term("mine", partial(scaled, constants)), hl.Term("other", lambda s: s.lse)]
+    )
     return float(call.head())
 
 

@@ -1,7 +1,8 @@
-"""Rows of the vocabulary modules through files: every kind of file, saved at one group size and loaded at another.
+"""Rows of the vocabulary modules through files: every kind of file, saved at one group size and
+loaded at another.
 
-Each rank ends with its own rows, or with an error that names the rows of this rank and those of the file. A file that
-holds all rows is never refused."""
+Each rank ends with its own rows, or with an error that names the rows of this rank and those of the
+file. A file that holds all rows is never refused."""
 
 import itertools
 import logging
@@ -11,7 +12,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from ranks import on_ranks
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -23,7 +28,8 @@ SIZES = (1, 2, 4)
 WHOLE = ("padding cut off", "with padding", "full_state_dict", "dcp", "dcp of DTensors")
 PARTS = ("rank 0 alone", "each rank", "each rank, of DTensors")
 COPIED = ("rank 0 alone, copied", "each rank, copied")  # to plain dicts, which have no metadata
-OLD = ("each rank, before it said its rows", "rows alone")  # right where every rank has its own file again
+# right where every rank has its own file again
+OLD = ("each rank, before it said its rows", "rows alone")
 BOTH_BOUNDS = r"must be the rows \[(\d+), (\d+)\) of this rank, got a file of another one, which holds \[(\d+), (\d+)\)"
 
 
@@ -32,7 +38,10 @@ def modules_of(group, device, seed, as_dtensors=False, mesh=None):
     embedding = hl.VocabParallelEmbedding(H, shard, init=hl.Init(1.0, seed), device=device)
     head = hl.VocabParallelHead(H, shard, bias=True, init=hl.Init(1.0, seed + 1), device=device)
     with torch.no_grad():
-        head.bias.copy_(torch.arange(shard.start, shard.stop) * (torch.arange(shard.start, shard.stop) < V) + seed)
+        head.bias.copy_(
+            torch.arange(shard.start, shard.stop) * (torch.arange(shard.start, shard.stop) < V)
+            + seed
+        )
     model = torch.nn.ModuleDict({"embedding": embedding, "head": head})
     if as_dtensors and group is not None:
         mesh = mesh or DeviceMesh.from_group(group, device.type)
@@ -75,11 +84,18 @@ def save(group, device, folder):
     if rank == 0:
         states |= {"rank 0 alone": model.state_dict(), "full_state_dict": full}
         states["rank 0 alone, copied"] = dict(model.state_dict())
-        states |= {"with padding": whole, "padding cut off": {name: x[:V].clone() for name, x in whole.items()}}
+        states |= {
+            "with padding": whole,
+            "padding cut off": {name: x[:V].clone() for name, x in whole.items()},
+        }
     for kind, state in states.items():
         torch.save(state, f"{folder}/{kind} {rank}")
     dcp.save({"model": model.state_dict()}, checkpoint_id=f"{folder}/dcp", **options_of(group))
-    dcp.save({"model": dtensors.state_dict()}, checkpoint_id=f"{folder}/dcp of DTensors", **options_of(group))
+    dcp.save(
+        {"model": dtensors.state_dict()},
+        checkpoint_id=f"{folder}/dcp of DTensors",
+        **options_of(group),
+    )
 
 
 def load(group, device, folder, before):
@@ -119,16 +135,25 @@ def test_every_file_gives_a_rank_its_rows_or_says_whose_it_has(before, after, tm
             if kind in WHOLE or kind in OLD or held in (own, [0, PADDED]):
                 assert outcome == "right", (kind, as_dtensors, outcome)
             elif kind in COPIED:
-                assert "must be the rows [{}, {})".format(*own) in outcome, (kind, as_dtensors, outcome)
+                assert "must be the rows [{}, {})".format(*own) in outcome, (
+                    kind,
+                    as_dtensors,
+                    outcome,
+                )
             else:
                 found = re.search(BOTH_BOUNDS, outcome)
                 assert found, (kind, as_dtensors, outcome)
                 assert [int(x) for x in found.groups()] == [*own, *held]
-                assert "Parameter" not in outcome and "mixed" not in outcome and "size mismatch" not in outcome
+                assert (
+                    "Parameter" not in outcome
+                    and "mixed" not in outcome
+                    and "size mismatch" not in outcome
+                )
 
 
 def refused(group, device, folder):
-    """A state of another rank leaves the module as it was, and one of another cut in the same processes is loaded."""
+    """A state of another rank leaves the module as it was, and one of another cut in the same
+    processes is loaded."""
     model = modules_of(group, device, 7)
     torch.save(model.state_dict(), f"{folder}/{group.rank()}")
     torch.distributed.barrier()
@@ -136,8 +161,13 @@ def refused(group, device, folder):
     with pytest.raises(RuntimeError, match="got a file of another one"):
         others.load_state_dict(torch.load(f"{folder}/{1 - group.rank()}", map_location=device))
     kept = all(torch.equal(x, before[name]) for name, x in local_rows(others).items())
-    even, uneven = hl.VocabShard.from_group(group, V + 1), hl.VocabShard.from_boundaries([0, 5, V + 1], V + 1, group)
-    source, target = (hl.VocabParallelEmbedding(H, shard, device=device) for shard in (even, uneven))
+    even, uneven = (
+        hl.VocabShard.from_group(group, V + 1),
+        hl.VocabShard.from_boundaries([0, 5, V + 1], V + 1, group),
+    )
+    source, target = (
+        hl.VocabParallelEmbedding(H, shard, device=device) for shard in (even, uneven)
+    )
     target.load_state_dict(source.state_dict())
     ids = torch.arange(V + 1, device=device)
     return kept, bool(torch.equal(source(ids), target(ids)))
@@ -166,26 +196,32 @@ def after_fully_shard(group, device, shape):
     for given in (whole, cut):
         for way in ("set_model_state_dict", "load_state_dict"):
             if given is cut and shape == (2, 2) and way == "set_model_state_dict":
-                continue  # torch's own distribute_tensor cuts uneven matrices over one dimension of a mesh alone
+                # torch's own distribute_tensor cuts uneven matrices over one dimension of a mesh
+                # alone
+                continue
             model = sharded_again(mesh, device)
             if way == "load_state_dict":
                 model.load_state_dict(given)
             else:
                 set_model_state_dict(model, dict(given), options=full)
             state = get_model_state_dict(model, options=full)
-            found.append(all(torch.equal(state[name][:V].cpu(), x[:V].cpu()) for name, x in whole.items()))
+            found.append(
+                all(torch.equal(state[name][:V].cpu(), x[:V].cpu()) for name, x in whole.items())
+            )
             again = sharded_again(mesh, device)
             again.load_state_dict(model.state_dict())
             state = get_model_state_dict(again, options=full)
-            found.append(all(torch.equal(state[name][:V].cpu(), x[:V].cpu()) for name, x in whole.items()))
+            found.append(
+                all(torch.equal(state[name][:V].cpu(), x[:V].cpu()) for name, x in whole.items())
+            )
     return found
 
 
 @pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 2)])
 def test_whole_matrices_are_loaded_after_fully_shard(shape):
-    assert on_ranks(shape[0] * shape[1], after_fully_shard, shape) == [[True] * (6 if shape == (2, 2) else 8)] * (
-        shape[0] * shape[1]
-    )
+    assert on_ranks(shape[0] * shape[1], after_fully_shard, shape) == [
+        [True] * (6 if shape == (2, 2) else 8)
+    ] * (shape[0] * shape[1])
 
 
 class Messages(logging.Handler):
@@ -202,7 +238,9 @@ def said_at_save(group, device):
     saved_rows.say_what_is_not_covered.cache_clear()
     log, found = logging.getLogger("tp_headloss"), []
     for how in ("frozen", "DTensors", "plain"):
-        model = modules_of(group, device, 7, as_dtensors=how == "DTensors").requires_grad_(how != "frozen")
+        model = modules_of(group, device, 7, as_dtensors=how == "DTensors").requires_grad_(
+            how != "frozen"
+        )
         log.addHandler(messages := Messages())
         model.state_dict()
         model.state_dict()

@@ -1,4 +1,5 @@
-"""`clip_grad_norm_`: the norm of the whole model on every rank, in whatever way its parameters are sharded."""
+"""`clip_grad_norm_`: the norm of the whole model on every rank, in whatever way its parameters are
+sharded."""
 
 import copy
 import math
@@ -11,7 +12,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from tp_headloss import HeadLoss, Init, Options, VocabParallelEmbedding, VocabParallelHead, VocabShard, clip_grad_norm_
+from tp_headloss import (
+    HeadLoss,
+    Init,
+    Options,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    VocabShard,
+    clip_grad_norm_,
+)
 
 V, PADDED, H, N = 100, 128, 8, 12
 NORMS = pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.5, math.inf, "inf"])
@@ -33,7 +42,9 @@ class Model(torch.nn.Module):
         for p in self.body.parameters():
             p.data = torch.randn(p.shape, generator=generator, dtype=torch.float64)
         head_loss = HeadLoss(options=Options(backend="torch"))  # which has float64 on GPUs, too
-        self.head = VocabParallelHead(H, shard, head_loss=head_loss, init=Init(1.0, seed=3), bias=True, **options)
+        self.head = VocabParallelHead(
+            H, shard, head_loss=head_loss, init=Init(1.0, seed=3), bias=True, **options
+        )
         self.to(device)
 
     def gradients(self):
@@ -47,7 +58,9 @@ def whole_gradients():
     """Gradients of the unsharded model, in float64 torch alone."""
     model = Model(VocabShard.from_group(None, V, padded_size=PADDED), torch.device("cpu"))
     ids = (torch.arange(N) * 31) % V
-    logits = F.linear(model.body(model.embedding.weight[ids]), model.head.weight, model.head.bias)[:, :V]
+    logits = F.linear(model.body(model.embedding.weight[ids]), model.head.weight, model.head.bias)[
+        :, :V
+    ]
     F.cross_entropy(logits, ids.roll(1)).backward()
     return {name: p.grad for name, p in model.named_parameters()}
 
@@ -57,12 +70,17 @@ def plain(group, device):
 
 
 def copied(group, device):
-    return copy.deepcopy(Model(VocabShard.from_group(group, V, padded_size=PADDED), device)).gradients()
+    return copy.deepcopy(
+        Model(VocabShard.from_group(group, V, padded_size=PADDED), device)
+    ).gradients()
 
 
 def converted(group, device):
-    """Made on the meta device, so that `to_empty` makes the parameters anew; tied and loaded again."""
-    model, donor = (Model(VocabShard.from_group(group, V, padded_size=PADDED), device) for _ in range(2))
+    """Made on the meta device, so that `to_empty` makes the parameters anew; tied and loaded
+    again."""
+    model, donor = (
+        Model(VocabShard.from_group(group, V, padded_size=PADDED), device) for _ in range(2)
+    )
     model.embedding.to("meta")
     model.embedding.to_empty(device=device)
     model.load_state_dict(donor.state_dict())
@@ -88,7 +106,10 @@ def fsdp(group, device):
 
 def dtensors(group, device):
     """DTensors of two meshes, one of them replicated."""
-    model, mesh = torch.nn.Module(), init_device_mesh(device.type, (group.size(),), mesh_dim_names=("tp",))
+    model, mesh = (
+        torch.nn.Module(),
+        init_device_mesh(device.type, (group.size(),), mesh_dim_names=("tp",)),
+    )
     for name, gradient in whole_gradients().items():
         placement = Shard(0) if "embedding" in name else Replicate()
         p = torch.nn.Parameter(distribute_tensor(gradient.to(device), mesh, [placement]))
@@ -154,7 +175,9 @@ def test_norm_and_gradients_are_those_of_the_unsharded_model(make, world_size, n
         for total, found in results:
             torch.testing.assert_close(total, expected, rtol=1e-12, atol=0)
             for name, gradient in gradients.items():
-                torch.testing.assert_close(found[name.replace(".", "_")], gradient, rtol=1e-9, atol=1e-15)
+                torch.testing.assert_close(
+                    found[name.replace(".", "_")], gradient, rtol=1e-9, atol=1e-15
+                )
 
 
 def noisy(group, device):
@@ -195,15 +218,21 @@ def test_what_is_not_finite_is_an_error_if_that_is_asked_for():
 def test_a_sharded_parameter_of_an_unknown_group_is_an_error():
     p = torch.nn.Parameter(torch.zeros(2))
     p.tensor_model_parallel = True
-    with pytest.raises(ValueError, match=r"tensor_model_parallel=True: pass its group, tensor_parallel_group"):
+    with pytest.raises(
+        ValueError, match=r"tensor_model_parallel=True: pass its group, tensor_parallel_group"
+    ):
         clip_grad_norm_(p, 1.0)
 
 
 def unmarked(group, device):
-    """The part of a weight, which says nothing; then says that it is whole, and that it is sharded."""
+    """The part of a weight, which says nothing; then says that it is whole, and that it is
+    sharded."""
     p = torch.nn.Parameter(torch.zeros(2, device=device))
     p.grad = torch.full_like(p, 1.0 + group.rank())
-    with pytest.raises(ValueError, match=r"parameter\.tensor_model_parallel = True, got 1 parameters that say nothing"):
+    with pytest.raises(
+        ValueError,
+        match=r"parameter\.tensor_model_parallel = True, got 1 parameters that say nothing",
+    ):
         clip_grad_norm_([p], 1e9, tensor_parallel_group=group)
     norms = []
     for p.tensor_model_parallel in (False, True):
@@ -225,11 +254,21 @@ def partial(group, device):
 
 def test_a_gradient_that_is_still_to_be_summed_is_an_error():
     for result in on_ranks(2, partial, failures=True):
-        assert isinstance(result, Failure) and result.kind == "ValueError" and "is reduced" in result.message
+        assert (
+            isinstance(result, Failure)
+            and result.kind == "ValueError"
+            and "is reduced" in result.message
+        )
 
 
 def test_what_is_no_parameter_is_refused():
     layer = torch.nn.Linear(2, 2)
-    for given, name in ((layer, "Linear"), (layer.named_parameters(), "tuple"), ([{"params": []}], "dict")):
-        with pytest.raises(TypeError, match=rf"parameters must be tensors, got {name}.*model.parameters\(\)"):
+    for given, name in (
+        (layer, "Linear"),
+        (layer.named_parameters(), "tuple"),
+        ([{"params": []}], "dict"),
+    ):
+        with pytest.raises(
+            TypeError, match=rf"parameters must be tensors, got {name}.*model.parameters\(\)"
+        ):
             clip_grad_norm_(given, 1.0)

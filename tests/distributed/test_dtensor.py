@@ -1,4 +1,5 @@
-"""DTensors everywhere: logits Shard(-1) and weights Shard(0), 1-D and 2-D meshes, against torch's own loss parallel."""
+"""DTensors everywhere: logits Shard(-1) and weights Shard(0), 1-D and 2-D meshes, against torch's
+own loss parallel."""
 
 import contextlib
 import re
@@ -35,21 +36,28 @@ def model_of(device, mesh, vocab, bias):
     others = [Replicate()] * (mesh.ndim - 1)
     for module, last in ((model.body, Replicate()), (model.head, Shard(0))):
         for name, p in list(module.named_parameters()):
-            module.register_parameter(name, nn.Parameter(distribute_tensor(p.detach(), mesh, [*others, last])))
+            module.register_parameter(
+                name, nn.Parameter(distribute_tensor(p.detach(), mesh, [*others, last]))
+            )
     return model
 
 
 def tokens(device, mesh, vocab):
     """Hidden states [8, H] and labels [8], sharded over the replicas; one label is ignored."""
     generator = torch.Generator().manual_seed(5)
-    x, y = torch.randn(8, H, generator=generator), torch.randint(0, vocab, (8,), generator=generator)
+    x, y = (
+        torch.randn(8, H, generator=generator),
+        torch.randint(0, vocab, (8,), generator=generator),
+    )
     y[2] = -100
     split = [Shard(0)] * (mesh.ndim - 1) + [Replicate()]
     return [distribute_tensor(z.to(device), mesh, split) for z in (x, y)]
 
 
 def gradients(model):
-    return [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
+    return [
+        p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()
+    ]
 
 
 def worst(ours, theirs):
@@ -58,7 +66,10 @@ def worst(ours, theirs):
 
 def against_loss_parallel(group, device, dp, tp, vocab, how):
     mesh = meshed(device, dp, tp)
-    stock, model = model_of(device, mesh, vocab, how == "bias"), model_of(device, mesh, vocab, how == "bias")
+    stock, model = (
+        model_of(device, mesh, vocab, how == "bias"),
+        model_of(device, mesh, vocab, how == "bias"),
+    )
     hidden, labels = tokens(device, mesh, vocab)
     with loss_parallel() if dp == 1 else contextlib.nullcontext():
         logits = stock.head(stock.body(hidden))
@@ -73,7 +84,9 @@ def against_loss_parallel(group, device, dp, tp, vocab, how):
         out = head_loss(model.head(states), labels)
     else:
         mode = "recompute" if how == "recompute" else "auto"
-        out = head_loss.linear(states, model.head.weight, labels, bias=model.head.bias, linear=hl.Linear(mode=mode))
+        out = head_loss.linear(
+            states, model.head.weight, labels, bias=model.head.bias, linear=hl.Linear(mode=mode)
+        )
     out.loss.backward()
     assert type(out.loss) is torch.Tensor and type(out.stats.log_prob) is torch.Tensor
     loss = out.loss.detach().clone()
@@ -98,11 +111,17 @@ def test_losses_and_all_gradients_equal_those_of_loss_parallel(dp, tp, how, voca
 def everywhere(group, device):
     mesh = meshed(device, 1, 2)
     torch.manual_seed(3)
-    whole, teacher, x, w = torch.randn(6, 61), torch.randn(6, 61), torch.randn(6, H), torch.randn(61, H)
+    whole, teacher, x, w = (
+        torch.randn(6, 61),
+        torch.randn(6, 61),
+        torch.randn(6, H),
+        torch.randn(61, H),
+    )
     whole, teacher, x, w = (z.to(device) for z in (whole, teacher, x, w))
     labels, bias = torch.arange(6, device=device) * 10, torch.randn(61, device=device)
     logits, of_teacher, w_shard, b_shard = (
-        distribute_tensor(z, mesh, [Shard(d)]) for z, d in ((whole, 1), (teacher, 1), (w, 0), (bias, 0))
+        distribute_tensor(z, mesh, [Shard(d)])
+        for z, d in ((whole, 1), (teacher, 1), (w, 0), (bias, 0))
     )
     shared, states = (distribute_tensor(z, mesh, [Replicate()]) for z in (labels, x))
     pairs = {
@@ -111,25 +130,37 @@ def everywhere(group, device):
         ),
         "log_probs": lambda z, y, *_: hl.log_probs(z, y).log_prob,
         "topk": lambda z, *_: hl.topk_log_probs(z, 5).log_probs,
-        "distilled": lambda z, y, t, _: hl.HeadLoss([hl.Distillation()])(z, y, inputs={"teacher": hl.Teacher(t)}).loss,
+        "distilled": lambda z, y, t, _: (
+            hl.HeadLoss([hl.Distillation()])(z, y, inputs={"teacher": hl.Teacher(t)}).loss
+        ),
     }
     errors = {}
     for name, function in pairs.items():
         ours = function(logits, shared, of_teacher, b_shard)
         errors[name] = float((ours - function(whole, labels, teacher, bias)).abs().max())
     # which of the two says that both ranks hold these tokens
-    for name, given, shard in (("hidden", states, None), ("shard", x, hl.VocabShard.from_mesh(mesh, 61))):
+    for name, given, shard in (
+        ("hidden", states, None),
+        ("shard", x, hl.VocabShard.from_mesh(mesh, 61)),
+    ):
         lse = hl.linear_vocab_statistics(given, w_shard, shared, shard=shard).lse
         errors[f"linear, {name}"] = float((lse - (x @ w.T).logsumexp(-1)).abs().max())
-        top, expected = hl.topk_log_probs(given, 5, weight=w_shard, shard=shard), hl.topk_log_probs(x, 5, weight=w)
+        top, expected = (
+            hl.topk_log_probs(given, 5, weight=w_shard, shard=shard),
+            hl.topk_log_probs(x, 5, weight=w),
+        )
         errors[f"topk, {name}"] = float((top.log_probs - expected.log_probs).abs().max())
-    numbers = [distribute_tensor(torch.tensor(z, device=device), mesh, [Replicate()]) for z in (7.0, 0.5)]
+    numbers = [
+        distribute_tensor(torch.tensor(z, device=device), mesh, [Replicate()]) for z in (7.0, 0.5)
+    ]
     total_weight = distribute_tensor(bias, mesh, [Shard(0)])
     total = hl.vocab_statistics(logits, shared, want=("total",), total_weight=total_weight).total
     errors["total"] = float((total - whole @ bias).abs().max())
     states, linear = states.requires_grad_(), hl.Linear(upstream=numbers[1])
     of_logits = hl.HeadLoss()(logits, shared, denominator=numbers[0]).loss
-    of_states = hl.HeadLoss().linear(states, w_shard, shared, denominator=numbers[0], linear=linear).loss
+    of_states = (
+        hl.HeadLoss().linear(states, w_shard, shared, denominator=numbers[0], linear=linear).loss
+    )
     for name, z, loss in (("denominator", whole, of_logits), ("upstream", x @ w.T, of_states)):
         assert type(loss) is torch.Tensor
         errors[name] = float(abs(loss - hl.HeadLoss()(z, labels, denominator=7.0).loss))
@@ -146,23 +177,40 @@ def drawn(group, device, dp):
     mesh = meshed(device, dp, 2)
     torch.manual_seed(3)
     x, top_p = torch.randn(2, 4, 61).to(device), torch.rand(2, 4).to(device)
-    positions, rule = torch.arange(8, device=device).view(2, 4), hl.SamplingRule(top_k=7, top_p=top_p)
+    positions, rule = (
+        torch.arange(8, device=device).view(2, 4),
+        hl.SamplingRule(top_k=7, top_p=top_p),
+    )
     expected = hl.sample(x, seed=1, positions=positions, rule=rule)
-    here = slice(None) if dp == 1 else slice(mesh.get_local_rank("dp"), mesh.get_local_rank("dp") + 1)
+    here = (
+        slice(None) if dp == 1 else slice(mesh.get_local_rank("dp"), mesh.get_local_rank("dp") + 1)
+    )
     replicas = [Shard(0)] * (dp > 1)
     tokens = [*replicas, Replicate()]
     logits = distribute_tensor(x, mesh, [*replicas, Shard(-1)])
     rule = hl.SamplingRule(top_k=7, top_p=distribute_tensor(top_p, mesh, tokens))
-    draw = hl.sample(logits, seed=1, positions=distribute_tensor(positions, mesh, tokens), rule=rule)
-    found = draw.ids, hl.kept_ids(logits, rule).contains(expected.ids[here]), draw.sets.contains(expected.ids[here])
+    draw = hl.sample(
+        logits, seed=1, positions=distribute_tensor(positions, mesh, tokens), rule=rule
+    )
+    found = (
+        draw.ids,
+        hl.kept_ids(logits, rule).contains(expected.ids[here]),
+        draw.sets.contains(expected.ids[here]),
+    )
     sets = ragged(draw.sets.ids, distribute_tensor(expected.sets.spans, mesh, tokens))
     if dp > 1:  # bounds are of the ids that these ranks have
         sets = draw.sets
     labels = distribute_tensor(expected.ids, mesh, tokens)
     over = hl.vocab_statistics(logits, labels, want=("set_log_prob",), sets=sets).set_log_prob
     sizes = [kept.spans.diff(dim=-1) for kept in (draw.sets, expected.sets[here])]
-    same = torch.equal(found[0], expected.ids[here]) and bool(found[1].all() & found[2].all()) and torch.equal(*sizes)
-    return same, float(torch.stack([over, draw.log_probs]).sub(expected.log_probs[here]).abs().max())
+    same = (
+        torch.equal(found[0], expected.ids[here])
+        and bool(found[1].all() & found[2].all())
+        and torch.equal(*sizes)
+    )
+    return same, float(
+        torch.stack([over, draw.log_probs]).sub(expected.log_probs[here]).abs().max()
+    )
 
 
 @pytest.mark.parametrize("dp", [1, 2])
@@ -172,18 +220,29 @@ def test_draws_and_sets_are_those_of_plain_tensors(dp):
 
 
 def data_parallel(group, device):
-    """Tokens are sharded and the vocabulary is not: logits of other tokens, and a replicated weight."""
+    """Tokens are sharded and the vocabulary is not: logits of other tokens, and a replicated
+    weight."""
     mesh = meshed(device, 1, 2)
     torch.manual_seed(4)
-    x, w, labels = torch.randn(8, H, device=device), torch.randn(61, H, device=device), torch.arange(8, device=device)
+    x, w, labels = (
+        torch.randn(8, H, device=device),
+        torch.randn(61, H, device=device),
+        torch.arange(8, device=device),
+    )
     exact = [z.clone().requires_grad_() for z in (x, w)]
     hl.HeadLoss(reduction="sum")(exact[0] @ exact[1].T, labels).loss.backward()
     states, ids = (distribute_tensor(z, mesh, [Shard(0)]) for z in (x, labels))
     found = []
     for from_logits in (True, False):
-        operands = [z.detach().requires_grad_() for z in (states, distribute_tensor(w, mesh, [Replicate()]))]
+        operands = [
+            z.detach().requires_grad_() for z in (states, distribute_tensor(w, mesh, [Replicate()]))
+        ]
         head_loss = hl.HeadLoss(reduction="sum")
-        out = head_loss(operands[0] @ operands[1].T, ids) if from_logits else head_loss.linear(*operands, ids)
+        out = (
+            head_loss(operands[0] @ operands[1].T, ids)
+            if from_logits
+            else head_loss.linear(*operands, ids)
+        )
         assert out.stats.log_prob.shape == (4,)
         out.loss.backward()
         found.append(worst([z.grad.full_tensor() for z in operands], [z.grad for z in exact]))
@@ -195,7 +254,8 @@ def test_tokens_may_be_sharded_alone():
 
 
 def other_tokens(group, device, argument):
-    """Labels, weights, inputs or teachers whose local shapes fit, and which are of other tokens than the logits."""
+    """Labels, weights, inputs or teachers whose local shapes fit, and which are of other tokens
+    than the logits."""
     mesh, placed = init_device_mesh(device.type, (2, 2)), {}
     for name in ("hidden", "labels", "weight", "advantages", "teacher", "top_p"):
         torch.manual_seed(1)
@@ -203,10 +263,21 @@ def other_tokens(group, device, argument):
         x = torch.rand(4, 4, *sizes, device=device)
         if name == "labels":
             x = torch.arange(16, device=device).view(4, 4) % 6
-        placed[name] = distribute_tensor(x, mesh, [Shard(1), Shard(0)] if name == argument else [Shard(0), Shard(1)])
+        placed[name] = distribute_tensor(
+            x, mesh, [Shard(1), Shard(0)] if name == argument else [Shard(0), Shard(1)]
+        )
     weight = distribute_tensor(torch.randn(6, 6, device=device), mesh, [Replicate()] * 2)
-    inputs = {"advantages": placed["advantages"], "teacher": hl.TeacherHead(placed["teacher"], weight.to_local())}
-    terms = [hl.Term("reinforce", lambda stats, advantages: -advantages * stats.log_prob, inputs=("advantages",))]
+    inputs = {
+        "advantages": placed["advantages"],
+        "teacher": hl.TeacherHead(placed["teacher"], weight.to_local()),
+    }
+    terms = [
+        hl.Term(
+            "reinforce",
+            lambda stats, advantages: -advantages * stats.log_prob,
+            inputs=("advantages",),
+        )
+    ]
     hl.HeadLoss([*terms, hl.Distillation()]).linear(
         placed["hidden"], weight, placed["labels"], token_weight=placed["weight"], inputs=inputs
     )
@@ -216,11 +287,14 @@ def other_tokens(group, device, argument):
 @pytest.mark.parametrize("argument", ["labels", "weight", "advantages", "teacher", "top_p", None])
 def test_all_arguments_are_of_the_same_tokens(argument):
     for failure in on_ranks(4, other_tokens, argument, failures=argument is not None):
-        assert argument is None or (failure.kind == "ValueError" and "of the same tokens" in failure.message)
+        assert argument is None or (
+            failure.kind == "ValueError" and "of the same tokens" in failure.message
+        )
 
 
 def fully_sharded(group, device):
-    """A head that FSDP2 shards, outside and inside of its own call; each rank has tokens of its own."""
+    """A head that FSDP2 shards, outside and inside of its own call; each rank has tokens of its
+    own."""
     torch.manual_seed(0)
     head = nn.Linear(H, 32, bias=False).to(device)
     whole = head.weight.detach().clone()
@@ -230,7 +304,9 @@ def fully_sharded(group, device):
     with pytest.raises(ValueError, match="after its unshard"):
         hl.HeadLoss().linear(x, head.weight, labels)
     head.unshard()
-    return float(hl.HeadLoss().linear(x, head.weight, labels).loss - F.cross_entropy(x @ whole.T, labels))
+    return float(
+        hl.HeadLoss().linear(x, head.weight, labels).loss - F.cross_entropy(x @ whole.T, labels)
+    )
 
 
 def test_a_weight_that_fsdp_shards_is_refused_until_it_is_whole():
@@ -246,11 +322,19 @@ def partial_hidden_gradient(group, device):
     plain = x.clone().requires_grad_()
     hl.HeadLoss().linear(plain, w, labels).loss.backward()
     weight, out = distribute_tensor(w, mesh, [Shard(0)]), []
-    for placement, how in ((Replicate(), "all_reduce"), (Replicate(), "none"), (Shard(0), "reduce_scatter")):
+    for placement, how in (
+        (Replicate(), "all_reduce"),
+        (Replicate(), "none"),
+        (Shard(0), "reduce_scatter"),
+    ):
         states = distribute_tensor(x, mesh, [placement]).requires_grad_()
-        hl.HeadLoss().linear(states, weight, labels, linear=hl.Linear(hidden_grad=how)).loss.backward()
+        hl.HeadLoss().linear(
+            states, weight, labels, linear=hl.Linear(hidden_grad=how)
+        ).loss.backward()
         placed = Partial() if how == "none" else placement
-        out.append((states.grad.placements[0] == placed, worst([states.grad.full_tensor()], [plain.grad])))
+        out.append(
+            (states.grad.placements[0] == placed, worst([states.grad.full_tensor()], [plain.grad]))
+        )
     return out
 
 
@@ -282,7 +366,8 @@ REFUSED = {
         on.logits(), on.labels, shard=hl.VocabShard.from_group(on.group, 61, padded_size=72))),
     "another group": ("leave the shard out", lambda on: hl.HeadLoss()(
         on.logits(), on.labels, shard=hl.VocabShard(0, 64, 64))),
-    "another padding": ("leave the shard out", lambda on: hl.HeadLoss()(  # of rank 0 the bounds are the same
+    # of rank 0 the bounds are the same
+    "another padding": ("leave the shard out", lambda on: hl.HeadLoss()(
         on.logits(), on.labels, shard=hl.VocabShard.from_group(on.group, 63))),
     "uneven tokens": ("even shards", lambda on: hl.linear_vocab_statistics(
         on.states(5), on.weight(), linear=hl.Linear(hidden_grad="reduce_scatter"))),
@@ -296,7 +381,9 @@ class Refused:
 
     def __init__(self, group, device):
         self.group, self.mesh = group, meshed(device, 1, 2)
-        self.x, self.w, self.z = (torch.randn(size, device=device) for size in ((8, H), (64, H), (8, 64)))
+        self.x, self.w, self.z = (
+            torch.randn(size, device=device) for size in ((8, H), (64, H), (8, 64))
+        )
         self.labels = torch.arange(8, device=device)
 
     def logits(self, placement=Shard(1)):  # noqa: B008
@@ -316,7 +403,9 @@ def refused(group, device, case):
 @pytest.mark.parametrize("case", REFUSED)
 def test_placements_that_cannot_work_are_refused_with_the_fix(case):
     for failure in on_ranks(2, refused, case, failures=True):
-        assert failure.kind == "ValueError" and re.search(REFUSED[case][0], failure.message), failure
+        assert failure.kind == "ValueError" and re.search(REFUSED[case][0], failure.message), (
+            failure
+        )
 
 
 def on_four(group, device, case):
@@ -324,7 +413,10 @@ def on_four(group, device, case):
     mesh = meshed(device, 2, 2)
     x, labels = torch.randn(8, H, device=device), torch.arange(8, device=device)
     if case == "a weight on both dimensions":  # and plain hidden states: what do the others hold?
-        weight, shard = model_of(device, mesh, 64, False).head.weight, hl.VocabShard.from_mesh(mesh, 64, "tp")
+        weight, shard = (
+            model_of(device, mesh, 64, False).head.weight,
+            hl.VocabShard.from_mesh(mesh, 64, "tp"),
+        )
         hl.HeadLoss([hl.CrossEntropy()]).linear(x, weight, labels, shard=shard)
     elif case == "hidden states that are partial over another dimension":
         weight = distribute_tensor(torch.randn(64, H, device=device), mesh["tp"], [Shard(0)])
@@ -359,10 +451,16 @@ def vocabulary_of_one_rank(group, device):
     """Replicas, and a vocabulary dimension of one rank."""
     mesh = init_device_mesh(device.type, (2, 1), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(2)
-    x, w, labels = torch.randn(8, H, device=device), torch.randn(64, H, device=device), torch.arange(8, device=device)
+    x, w, labels = (
+        torch.randn(8, H, device=device),
+        torch.randn(64, H, device=device),
+        torch.arange(8, device=device),
+    )
     states = distribute_tensor(x, mesh, [Shard(0), Shard(1)])
     weight = distribute_tensor(w, mesh, [Replicate(), Shard(0)])
-    out = hl.HeadLoss(reduction="sum").linear(states, weight, distribute_tensor(labels, mesh, [Shard(0), Replicate()]))
+    out = hl.HeadLoss(reduction="sum").linear(
+        states, weight, distribute_tensor(labels, mesh, [Shard(0), Replicate()])
+    )
     mine = slice(4 * group.rank(), 4 * group.rank() + 4)
     return float(out.loss - hl.HeadLoss(reduction="sum").linear(x[mine], w, labels[mine]).loss)
 
@@ -395,7 +493,11 @@ def documented(group, device):
     x, w = (scope[name].detach().full_tensor().requires_grad_() for name in "xw")
     (2 * hl.HeadLoss()(x @ w.T, scope["labels"]).loss).backward()
     found = [scope[name].grad.full_tensor() for name in "xw"]
-    return worst(found, [x.grad, w.grad]), scope["w"].to_local().shape[0], str(scope["w"].grad.placements)
+    return (
+        worst(found, [x.grad, w.grad]),
+        scope["w"].to_local().shape[0],
+        str(scope["w"].grad.placements),
+    )
 
 
 def test_the_block_of_the_documentation_runs():

@@ -1,7 +1,8 @@
 """A rank that dies, stops, raises or disagrees: the others say so in time, and no process is left.
 
-In time is the process group's timeout + 5 s. Who notices raises torch.distributed's error, which names a closed
-connection or a timeout; under NCCL its watchdog may end the process instead, with an exit code that is not 0.
+In time is the process group's timeout + 5 s. Who notices raises torch.distributed's error, which
+names a closed connection or a timeout; under NCCL its watchdog may end the process instead, with an
+exit code that is not 0.
 """
 
 import re
@@ -17,8 +18,10 @@ from tp_headloss import Options, Transform, VocabShard, linear_vocab_statistics,
 V, N, H = 64, 6, 8
 INSIDE = 0.5  # seconds after which a rank that was told to begin waits in its collective
 CLEAR = r"Connection (closed|reset)|Broken pipe|[Tt]imed out|timeout|CUDA error"
-# After its timeout the watchdog prints the stack of the collective, which takes it seconds to look up, and waits four
-# times as long as the last of these, a minute by default, for dumps of all ranks, before it ends the process.
+# After its timeout the watchdog prints the stack of the collective, which takes it seconds to look
+# up, and waits four times as long as the last of these, a minute by default, for dumps of all
+# ranks, before it ends the process.
+# the process.
 NCCL = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_FR_BUFFER_SIZE": "0", "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "50",
@@ -42,7 +45,9 @@ def forward(group, device, change="", transport="gather", validate="metadata"):
     labels[2] = {"labels": 50, "ignored": -100, "labels within a shard": 30}.get(change, labels[2])
     labels = labels.float() if change == "float labels" else labels
     x = x[:, shard.start + (change == "width") : shard.stop]
-    dtype = {"bf16": torch.bfloat16, "fp64": torch.float64, "integers": torch.int64}.get(change, torch.float32)
+    dtype = {"bf16": torch.bfloat16, "fp64": torch.float64, "integers": torch.int64}.get(
+        change, torch.float32
+    )
     kept["x"] = x = x.to(device, dtype).requires_grad_(dtype.is_floating_point)
     kept["stats"] = vocab_statistics(
         x, labels.to(device), shard=shard, want=("entropy",) if change == "want" else (),
@@ -57,7 +62,9 @@ def linear_forward(group, device, validate="metadata"):
     shard, labels = VocabShard.from_group(group, V), rows()[1].to(device)
     kept["x"] = hidden = torch.ones(N, H, device=device, requires_grad=True)
     weight = torch.ones(shard.width, H, device=device, requires_grad=True)
-    kept["stats"] = linear_vocab_statistics(hidden, weight, labels, shard=shard, options=Options(validate=validate))
+    kept["stats"] = linear_vocab_statistics(
+        hidden, weight, labels, shard=shard, options=Options(validate=validate)
+    )
     return kept["stats"].log_prob.tolist()
 
 
@@ -75,7 +82,8 @@ def assert_work(ranks, *args, **kwargs):
 
 
 def assert_raises_in_time(ranks, survivors, since, at_least=0.0):
-    """Every survivor's job ends with a clear error, and its process, told to leave, with a failure."""
+    """Every survivor's job ends with a clear error, and its process, told to leave, with a
+    failure."""
     for rank in survivors:
         outcome = ranks.result(rank)
         assert at_least <= outcome.ended - since < TIMEOUT + GRACE, outcome
@@ -120,7 +128,9 @@ def raise_alone(ranks, transport, leaves=True):
     ranks.start(0, forward, "", transport)
     ranks.start(1, forward, "width", transport)
     refused = ranks.result(1)
-    assert refused.kind == "ValueError" and "columns" in refused.what and refused.took < TIMEOUT, refused
+    assert refused.kind == "ValueError" and "columns" in refused.what and refused.took < TIMEOUT, (
+        refused
+    )
     if leaves:
         assert ranks.leave(1) == 1
     assert_raises_in_time(ranks, [0], since, at_least=0.0 if leaves else TIMEOUT - 1)
@@ -191,13 +201,16 @@ def test_a_rank_that_raises_alone_makes_the_others_raise(leaves):
 @pytest.mark.parametrize("change", ["tokens", "fp64", "want"])
 @pytest.mark.parametrize("who", [0, 1])
 def test_packets_of_other_sizes_end_a_rank_and_the_next_call_of_the_other(who, change):
-    """gloo aborts the process that receives more than it expects; what the other one gets is not defined."""
+    """gloo aborts the process that receives more than it expects; what the other one gets is not
+    defined."""
     with Ranks(2) as ranks:
         assert_work(ranks)
         since = time.monotonic()
         smaller, larger = 1 - who, who
         outcomes = ranks.everywhere(forward, **{f"rank{who}": (change,)})
-        assert outcomes[smaller].kind == "died" and outcomes[smaller].what == -signal.SIGABRT, outcomes
+        assert outcomes[smaller].kind == "died" and outcomes[smaller].what == -signal.SIGABRT, (
+            outcomes
+        )
         assert max(outcome.ended for outcome in outcomes) - since < TIMEOUT + GRACE
         if outcomes[larger].kind == "returned":
             ranks.start(larger, forward)
@@ -219,7 +232,9 @@ def test_ranks_that_disagree_on_who_owns_a_label_see_nan(change):
         outcomes = ranks.everywhere(forward, rank0=(change,))
         assert [outcome.kind for outcome in outcomes] == ["returned"] * 2, outcomes
         for outcome in outcomes:
-            assert torch.tensor(outcome.what).isnan().tolist() == [n == 2 for n in range(N)], outcome
+            assert torch.tensor(outcome.what).isnan().tolist() == [n == 2 for n in range(N)], (
+                outcome
+            )
 
 
 @pytest.mark.parametrize("change", ["labels within a shard", "ignore_index", "bf16"])
@@ -238,7 +253,10 @@ def test_what_other_ranks_do_not_look_at_is_silent_and_the_same_everywhere(chang
 def test_a_temperature_of_ones_own_is_silent_and_gives_numbers_of_no_single_call():
     with Ranks(2) as ranks:
         outcomes = ranks.everywhere(forward, rank1=("temperature",))
-        assert outcomes[0].kind == outcomes[1].kind == "returned" and outcomes[0].what == outcomes[1].what, outcomes
+        assert (
+            outcomes[0].kind == outcomes[1].kind == "returned"
+            and outcomes[0].what == outcomes[1].what
+        ), outcomes
         x, labels = rows()
         for temperature in (1.0, 2.0):
             one_call = (x / temperature).log_softmax(-1)[range(N), labels]
@@ -258,7 +276,8 @@ def assert_all_refused_everywhere(ranks, who, transport="gather"):
     assert_work(ranks, *arguments)
     for change, kind in EVERYWHERE.items():
         outcomes = ranks.everywhere(forward, "", *arguments, **{f"rank{who}": (change, *arguments)})
-        kind = "TypeError" if ranks.nccl and change == "fp64" else kind  # the Triton backend has no float64
+        # the Triton backend has no float64
+        kind = "TypeError" if ranks.nccl and change == "fp64" else kind
         words = f"rank {who}" if change != "bounds" else "must cover"
         assert {outcome.kind for outcome in outcomes} == {kind}, outcomes
         assert len({outcome.what for outcome in outcomes}) == 1, outcomes

@@ -1,5 +1,5 @@
-"""A shard that is forgotten on several ranks: one line in the log, and with `Options(check=True, validate="full")` an
-error on every rank, which names `shard=`. Data-parallel ranks go on."""
+"""A shard that is forgotten on several ranks: one line in the log, and with `Options(check=True,
+validate="full")` an error on every rank, which names `shard=`. Data-parallel ranks go on."""
 
 import logging
 
@@ -30,7 +30,8 @@ class Lines(logging.Handler):
 
 
 def logged(function):
-    """Lines of the package's logger while a function runs, as in a process that has logged nothing yet."""
+    """Lines of the package's logger while a function runs, as in a process that has logged nothing
+    yet."""
     log, handler = logging.getLogger("tp_headloss"), Lines()
     level = log.level
     agreement._logged.clear()
@@ -45,10 +46,14 @@ def logged(function):
 
 
 def problem(device, part):
-    """Logits, hidden states, weight and labels of which a rank has the columns, or the tokens, `part`; or a copy."""
+    """Logits, hidden states, weight and labels of which a rank has the columns, or the tokens,
+    `part`; or a copy."""
     generator = torch.Generator().manual_seed(0)
-    x, hidden, weight = (torch.randn(*size, generator=generator) for size in ((N, V), (N, H), (V, H)))
-    labels, rank = torch.randint(0, V // 4, (N,), generator=generator), dist.get_rank()  # on every rank's columns
+    x, hidden, weight = (
+        torch.randn(*size, generator=generator) for size in ((N, V), (N, H), (V, H))
+    )
+    # on every rank's columns
+    labels, rank = torch.randint(0, V // 4, (N,), generator=generator), dist.get_rank()
     half = slice(rank * V // dist.get_world_size(), (rank + 1) * V // dist.get_world_size())
     if part == "columns":
         x, weight = x[:, half], weight[half]
@@ -80,7 +85,10 @@ WAYS = pytest.mark.parametrize("way", ["logits", "hidden states", "statistics"])
 def test_a_forgotten_shard_is_an_error_on_every_rank(world_size, part, way):
     results = on_ranks(world_size, run, part, way, failures=True)
     assert {r.kind for r in results if isinstance(r, Failure)} == {"ValueError"}
-    assert all("ranks 0 and 1 of the job have equal labels" in r.message and "shard=" in r.message for r in results)
+    assert all(
+        "ranks 0 and 1 of the job have equal labels" in r.message and "shard=" in r.message
+        for r in results
+    )
 
 
 @WAYS
@@ -113,13 +121,17 @@ def test_ranks_without_a_shard_say_so_once(check):
 
 def with_its_shard(group, device):
     x, _, _, labels = problem(device, "columns")
-    return logged(lambda: HeadLoss(options=DEBUGGING)(x, labels, shard=VocabShard.from_group(group, V)))
+    return logged(
+        lambda: HeadLoss(options=DEBUGGING)(x, labels, shard=VocabShard.from_group(group, V))
+    )
 
 
 def with_a_dtensor(group, device):
     x, _, _, labels = problem(device, "columns")
     mesh = init_device_mesh(device.type, (group.size(),))
-    return logged(lambda: HeadLoss(options=DEBUGGING)(DTensor.from_local(x, mesh, [Shard(-1)]), labels))
+    return logged(
+        lambda: HeadLoss(options=DEBUGGING)(DTensor.from_local(x, mesh, [Shard(-1)]), labels)
+    )
 
 
 @pytest.mark.parametrize("call", [with_its_shard, with_a_dtensor])
@@ -145,7 +157,10 @@ def alone(group, device):
 
 def test_a_rank_that_calls_alone_goes_on_and_nobody_waits_again():
     (lines, first), (_, second) = on_ranks(2, alone)
-    assert [level for level, _ in lines] == ["WARNING", "WARNING"] and "made no call in 0.1 s" in lines[1][1]
+    assert [level for level, _ in lines] == [
+        "WARNING",
+        "WARNING",
+    ] and "made no call in 0.1 s" in lines[1][1]
     assert first != second  # the mistake is not seen any more
 
 

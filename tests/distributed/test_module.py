@@ -1,4 +1,5 @@
-"""The modules: one matrix at every group size, every way out of the head, its state, sequence parallelism, depths."""
+"""The modules: one matrix at every group size, every way out of the head, its state, sequence
+parallelism, depths."""
 
 import copy
 
@@ -20,7 +21,9 @@ def shard_of(group, padded=PADDED):
 
 
 def head_of(group, device, padded=PADDED, **kwargs):
-    return hl.VocabParallelHead(H, shard_of(group, padded), init=hl.Init(0.2, seed=7), device=device, **kwargs)
+    return hl.VocabParallelHead(
+        H, shard_of(group, padded), init=hl.Init(0.2, seed=7), device=device, **kwargs
+    )
 
 
 def gathered(x, group):
@@ -39,7 +42,10 @@ def whole(x, group):
 
 def tokens(device, *lead):
     generator = torch.Generator().manual_seed(3)
-    hidden, labels = torch.randn(*lead, H, generator=generator), torch.randint(0, V, lead, generator=generator)
+    hidden, labels = (
+        torch.randn(*lead, H, generator=generator),
+        torch.randint(0, V, lead, generator=generator),
+    )
     labels.flatten()[1] = -100
     return hidden.to(device), labels.to(device)
 
@@ -61,7 +67,9 @@ def initial(group, device, padded):
 def test_any_group_size_gives_the_same_matrix():
     head, embedding = on_ranks(1, initial, PADDED)[0]
     assert abs(float(head.std()) - 0.2) < 0.01 and abs(float(embedding.std()) - 1) < 0.02
-    blocks = torch.corrcoef(torch.stack([head[:1024].flatten(), head[1024:2048].flatten(), embedding[:1024].flatten()]))
+    blocks = torch.corrcoef(
+        torch.stack([head[:1024].flatten(), head[1024:2048].flatten(), embedding[:1024].flatten()])
+    )
     assert float((blocks - torch.eye(3)).abs().max()) < 0.05  # drawn apart
     for world, padded in ((2, PADDED), (4, PADDED), (4, V)):
         for others in on_ranks(world, initial, padded):
@@ -74,7 +82,12 @@ def ways(group, device, how):
     linear = hl.Linear(hidden_grad=how, mode="recompute")
     terms = [hl.CrossEntropy(), hl.ZLoss(1e-3), hl.Entropy(0.01)]
     head = head_of(
-        group, device, head_loss=hl.HeadLoss(terms), bias=True, linear=linear, transform=hl.Transform(softcap=5.0)
+        group,
+        device,
+        head_loss=hl.HeadLoss(terms),
+        bias=True,
+        linear=linear,
+        transform=hl.Transform(softcap=5.0),
     )
     torch.nn.init.constant_(head.bias, 0.1)
     if how == "reduce_scatter" and group is not None:
@@ -88,7 +101,9 @@ def ways(group, device, how):
         elif way == "statistics":
             out[way] = (head.statistics(x, labels, ("entropy",)).entropy).sum()
         else:
-            stats = hl.vocab_statistics(head(x), labels, shard=head.shard, transform=head.transform, want=("entropy",))
+            stats = hl.vocab_statistics(
+                head(x), labels, shard=head.shard, transform=head.transform, want=("entropy",)
+            )
             out[way] = (stats.entropy - stats.log_prob).sum()
         out[way].backward()
         dx = x.grad
@@ -96,8 +111,15 @@ def ways(group, device, how):
             torch.distributed.all_reduce(dx)
         if how == "reduce_scatter":
             dx = gathered(dx, group)
-        assert dx.shape[0] == rows and (group is None or not head.weight.grad[head.shard.valid_width :].any())
-        out[way] = out[way].detach(), dx, whole(head.weight.grad, group), whole(head.bias.grad, group)
+        assert dx.shape[0] == rows and (
+            group is None or not head.weight.grad[head.shard.valid_width :].any()
+        )
+        out[way] = (
+            out[way].detach(),
+            dx,
+            whole(head.weight.grad, group),
+            whole(head.bias.grad, group),
+        )
     if group is None:  # of the definitions
         z = F.linear(hidden.double(), head.weight.double(), head.bias.double())[..., :V]
         log_p = (5 * torch.tanh(z / 5)).log_softmax(-1)
@@ -123,7 +145,9 @@ def test_every_way_out_equals_the_unsharded_one(how):
 
 
 def embedded(group, device, sequence_parallel):
-    embedding = hl.VocabParallelEmbedding(H, shard_of(group), sequence_parallel=sequence_parallel, device=device)
+    embedding = hl.VocabParallelEmbedding(
+        H, shard_of(group), sequence_parallel=sequence_parallel, device=device
+    )
     ids = torch.randint(0, V, (8, 3), generator=torch.Generator().manual_seed(2)).to(device)
     upstream = torch.randn(8, 3, H, generator=torch.Generator().manual_seed(4)).to(device)
     if sequence_parallel and group is not None:
@@ -203,7 +227,9 @@ def test_depths_of_multi_token_prediction_are_one_call(world):
         parts = []
         for depth in range(3):
             shifted = F.pad(labels[:, depth:], (0, depth), value=-100)
-            parts.append(F.cross_entropy(logits[depth].flatten(0, 1), shifted.flatten(), reduction="sum"))
+            parts.append(
+                F.cross_entropy(logits[depth].flatten(0, 1), shifted.flatten(), reduction="sum")
+            )
         expected = (parts[0] + 0.3 / 2 * (parts[1] + parts[2])) / (labels != -100).sum()
         expected.backward()
         assert abs(float(loss - expected)) < 1e-6 and worst([grad], [x.grad]) < 1e-6
@@ -217,7 +243,10 @@ def test_depths_longer_than_the_sequence_count_nothing():
     weights[targets == 4] = 0  # of two tokens, and of no other
     assert weights.count_nonzero() == weights.numel() - 2
     largest = 2**63 - 1  # which a float does not hold
-    assert hl.multi_token_targets(labels, 1, ignore_index=largest)[0].tolist() == [[[3, 4]], [[4, largest]]]
+    assert hl.multi_token_targets(labels, 1, ignore_index=largest)[0].tolist() == [
+        [[3, 4]],
+        [[4, largest]],
+    ]
 
 
 @pytest.mark.parametrize("shape", [(15,), (3, 5), (1, 3, 5)])
@@ -252,7 +281,10 @@ def test_one_document_is_what_no_bounds_are():
     for given, words in (
         (both, "got both"),
         ({"cu_seqlens": torch.tensor([0, 9])}, r"cu_seqlens must be ascending in \[0, 8\]"),
-        ({"cu_seqlens": torch.tensor([0, 4])}, "every token in the mask must belong to a sequence, got 3"),
+        (
+            {"cu_seqlens": torch.tensor([0, 4])},
+            "every token in the mask must belong to a sequence, got 3",
+        ),
         ({"document_ids": labels[0]}, r"document_ids must have shape \[2, 4\] of labels"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -286,9 +318,17 @@ def with_padding(group, device, value):
         found += [out.loss.detach(), x.grad]
     rows = embedding(labels)
     hl.HeadLoss()(head(rows), labels, shard=shard).loss.backward()
-    found += [rows, embedding.weight.grad, head.weight.grad, head.bias.grad, head(hidden)[:, shard.valid_width :]]
+    found += [
+        rows,
+        embedding.weight.grad,
+        head.weight.grad,
+        head.bias.grad,
+        head(hidden)[:, shard.valid_width :],
+    ]
     top = hl.topk_log_probs(hidden, 5, weight=weight, shard=shard)
-    drawn = hl.sample(hidden, weight=weight, shard=shard, seed=1, positions=labels, rule=hl.SamplingRule(top_k=9))
+    drawn = hl.sample(
+        hidden, weight=weight, shard=shard, seed=1, positions=labels, rule=hl.SamplingRule(top_k=9)
+    )
     found += [top.ids, top.log_probs, top.lse, drawn.ids, drawn.full_log_probs, drawn.sets.ids]
     return [x.detach().cpu() for x in found]
 
@@ -311,7 +351,11 @@ def test_no_path_of_the_losses_makes_the_logits(enabled, device):
         head.eval()(hidden, labels)
         head.statistics(hidden, labels)
     assert out.loss.requires_grad == enabled
-    largest = max(event.nbytes() for event in profile.profiler.kineto_results.events() if event.name() == "[memory]")
+    largest = max(
+        event.nbytes()
+        for event in profile.profiler.kineto_results.events()
+        if event.name() == "[memory]"
+    )
     assert 4 * 128 * PADDED / 2 < largest < 4 * 1024 * PADDED / 4
 
 
@@ -324,18 +368,24 @@ def saved(group, device, folder):
 
 
 def loaded(group, device, folder):
-    head = hl.VocabParallelHead(H, shard_of(group), bias=True, init=hl.Init(0.2, seed=8), device=device)
+    head = hl.VocabParallelHead(
+        H, shard_of(group), bias=True, init=hl.Init(0.2, seed=8), device=device
+    )
     state = {"model": head.state_dict()}
     kwargs = {"process_group": group} if group is not None else {"no_dist": True}
     dcp.load(state, checkpoint_id=folder, **kwargs)
-    fresh = hl.VocabParallelHead(H, shard_of(group), bias=True, init=hl.Init(0.2, seed=9), device=device)
+    fresh = hl.VocabParallelHead(
+        H, shard_of(group), bias=True, init=hl.Init(0.2, seed=9), device=device
+    )
     fresh.load_state_dict(state["model"])
     assert (fresh.bias[: fresh.shard.valid_width] == 0.5).all()
     return whole(fresh.weight, group)
 
 
 @pytest.mark.parametrize("before, after", [(2, 4), (4, 1), (1, 2)])
-def test_a_distributed_checkpoint_is_saved_at_one_group_size_and_loaded_at_another(before, after, tmp_path):
+def test_a_distributed_checkpoint_is_saved_at_one_group_size_and_loaded_at_another(
+    before, after, tmp_path
+):
     matrix = on_ranks(before, saved, str(tmp_path))[0]
     for other in on_ranks(after, loaded, str(tmp_path)):
         assert torch.equal(other, matrix)
@@ -372,7 +422,9 @@ def test_a_rank_whose_hidden_states_need_no_gradient_still_takes_part():
 
 def uneven_state(group, device):
     boundaries = [0, 1500, PADDED]
-    head = hl.VocabParallelHead(H, hl.VocabShard.from_boundaries(boundaries, V, group), device=device)
+    head = hl.VocabParallelHead(
+        H, hl.VocabShard.from_boundaries(boundaries, V, group), device=device
+    )
     head(*tokens(device, 4)).loss.backward()
     head.state_dict()
 
@@ -388,7 +440,9 @@ def test_bad_arguments_are_named():
     for words, call in {
         r"\[2176, 16\], got \[3, 16\]": lambda: hl.VocabParallelHead(H, shard, weight=short),
         "the bias is the module's": lambda: hl.VocabParallelHead(H, shard, transform=biased),
-        "without labels": lambda: hl.VocabParallelHead(H, shard)(torch.zeros(2, H), token_weight=torch.ones(2)),
+        "without labels": lambda: hl.VocabParallelHead(H, shard)(
+            torch.zeros(2, H), token_weight=torch.ones(2)
+        ),
     }.items():
         with pytest.raises(ValueError, match=words):
             call()
@@ -411,7 +465,9 @@ def test_a_call_gives_the_temperature_and_the_module_the_rest(device):
     head = head_of(None, device, transform=hl.Transform(softcap=2.0))
     hidden, labels = tokens(device, 6)
     both = hl.Transform(softcap=2.0, temperature=0.5)
-    expected = hl.HeadLoss().linear(hidden, head.weight, labels, shard=head.shard, transform=both).loss
+    expected = (
+        hl.HeadLoss().linear(hidden, head.weight, labels, shard=head.shard, transform=both).loss
+    )
     assert head(hidden, labels, transform=hl.Transform(temperature=0.5)).loss == expected
     with pytest.raises(ValueError, match="for its temperature"):
         head.statistics(hidden, labels, transform=hl.Transform(softcap=3.0))
@@ -419,7 +475,9 @@ def test_a_call_gives_the_temperature_and_the_module_the_rest(device):
 
 def test_a_weight_that_is_no_longer_tied_is_not_left_undrawn():
     embedding = hl.VocabParallelEmbedding(H, hl.VocabShard(0, PADDED, V), device="meta")
-    model = torch.nn.ModuleList([embedding, hl.VocabParallelHead(H, embedding.shard, weight=embedding.weight)])
+    model = torch.nn.ModuleList(
+        [embedding, hl.VocabParallelHead(H, embedding.shard, weight=embedding.weight)]
+    )
     model.to_empty(device="cpu")
     with pytest.raises(ValueError, match="no longer tied"):
         model[1].reset_parameters()
@@ -430,7 +488,9 @@ def into_dtensors(group, device):
     rows = whole(source.weight, group)
     mesh = init_device_mesh(device.type, (2,))
     for given in (rows, source.weight.detach().clone(), source.state_dict()["weight"]):
-        head = hl.VocabParallelHead(H, source.shard, init=hl.Init(0.2, seed=9), device=device).to_dtensor(mesh)
+        head = hl.VocabParallelHead(
+            H, source.shard, init=hl.Init(0.2, seed=9), device=device
+        ).to_dtensor(mesh)
         head.load_state_dict({"weight": given})
         found.append(bool(torch.equal(head.weight.to_local(), source.weight)))
     kept = source.state_dict(keep_vars=True)["weight"] is source.weight
@@ -444,7 +504,9 @@ def test_parameters_that_are_dtensors_can_be_loaded_as_well():
 def compiled(group, device, how):
     """Embedding, logits and losses in one graph without breaks."""
     parallel = how == "reduce_scatter"
-    embedding = hl.VocabParallelEmbedding(H, shard_of(group), sequence_parallel=parallel, device=device)
+    embedding = hl.VocabParallelEmbedding(
+        H, shard_of(group), sequence_parallel=parallel, device=device
+    )
     head, results = head_of(group, device, linear=hl.Linear(hidden_grad=how)), []
     ids = torch.randint(0, V, (8, 2), generator=torch.Generator().manual_seed(2)).to(device)
 
@@ -458,8 +520,12 @@ def compiled(group, device, how):
         loss = function(ids)
         loss.backward()
         results.append((loss.detach(), embedding.weight.grad.clone(), head.weight.grad.clone()))
-    torch.library.opcheck(torch.ops.tp_headloss.gather_tokens.default, (ids.float(), 2, head.shard.group_name))
-    torch.library.opcheck(torch.ops.tp_headloss.reduce_tokens.default, (ids.float(), how, 2, head.shard.group_name))
+    torch.library.opcheck(
+        torch.ops.tp_headloss.gather_tokens.default, (ids.float(), 2, head.shard.group_name)
+    )
+    torch.library.opcheck(
+        torch.ops.tp_headloss.reduce_tokens.default, (ids.float(), how, 2, head.shard.group_name)
+    )
     return worst(*results)
 
 
@@ -476,7 +542,9 @@ def wrong_matrices(group, device):
             try:
                 head.load_state_dict({**head.state_dict(), name: matrix.to(device)})
             except RuntimeError as error:
-                messages.append(f"{name} must have this rank's {head.shard.width} rows" in str(error))
+                messages.append(
+                    f"{name} must have this rank's {head.shard.width} rows" in str(error)
+                )
             assert torch.equal(getattr(head, name), before)
     return messages
 
@@ -492,13 +560,20 @@ def other_cuts(group, device):
     matrix = torch.arange(20.0, device=device).view(10, 2) + 1
     mesh, found = DeviceMesh.from_group(group, device.type), []
     state = distribute_tensor(matrix, mesh, [Shard(0)])
-    for shard in (hl.VocabShard.from_group(group, 10, 12), hl.VocabShard.from_boundaries([0, 3, 10], 10, group)):
+    for shard in (
+        hl.VocabShard.from_group(group, 10, 12),
+        hl.VocabShard.from_boundaries([0, 3, 10], 10, group),
+    ):
         for given in (state, distribute_tensor(matrix, mesh, [Replicate()])):
             embedding = hl.VocabParallelEmbedding(2, shard, device=device)
             embedding.load_state_dict({"weight": given})
             found.append(bool(torch.equal(embedding(torch.arange(10, device=device)), matrix)))
-    embedding = hl.VocabParallelEmbedding(2, hl.VocabShard.from_group(group, 10), device=device).to_dtensor(mesh)
-    embedding.load_state_dict({"weight": distribute_tensor(matrix, mesh, [Replicate()])}, assign=True)
+    embedding = hl.VocabParallelEmbedding(
+        2, hl.VocabShard.from_group(group, 10), device=device
+    ).to_dtensor(mesh)
+    embedding.load_state_dict(
+        {"weight": distribute_tensor(matrix, mesh, [Replicate()])}, assign=True
+    )
     try:
         embedding(torch.arange(10, device=device))
     except ValueError as error:

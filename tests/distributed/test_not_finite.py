@@ -1,4 +1,5 @@
-"""`Options(check=True)` names the NaN or the infinity that makes a loss NaN: where, and how many."""
+"""`Options(check=True)` names the NaN or the infinity that makes a loss NaN: where, and how
+many."""
 
 import pytest
 import torch
@@ -11,16 +12,30 @@ CHECK, NAN, INF = hl.Options(check=True), torch.nan, torch.inf
 
 
 class Problem:
-    """Arguments of a call, this rank's part of the vocabulary, in which tests plant what is not finite."""
+    """Arguments of a call, this rank's part of the vocabulary, in which tests plant what is not
+    finite."""
 
     def __init__(self, group, device):
         self.shard, self.device = hl.VocabShard.from_group(group, V), device
-        sizes = {"logits": (N, V), "hidden": (N, H), "weight": (V, H), "bias": (V,), "teacher": (N, V)}
+        sizes = {
+            "logits": (N, V),
+            "hidden": (N, H),
+            "weight": (V, H),
+            "bias": (V,),
+            "teacher": (N, V),
+        }
         for name, size in sizes.items():
-            setattr(self, name, torch.randn(*size, generator=torch.Generator().manual_seed(1)).to(device))
+            setattr(
+                self,
+                name,
+                torch.randn(*size, generator=torch.Generator().manual_seed(1)).to(device),
+            )
         self.labels = torch.arange(N, device=device) * 7 % V
         self.labels[4] = -100
-        self.token_weight, self.reference = torch.ones(N, device=device), torch.zeros(N, device=device)
+        self.token_weight, self.reference = (
+            torch.ones(N, device=device),
+            torch.zeros(N, device=device),
+        )
         self.log_probs = torch.full((N, 2), -3.0, device=device)
 
     def cut(self, x, dim):
@@ -30,27 +45,51 @@ class Problem:
         if way == "auto" and (group := self.shard.group):  # the last rank owns none
             self.shard = hl.VocabShard.from_boundaries([0, *[V] * group.size()], V, group)
         shard, labels = self.shard, self.labels
-        logits, weight, bias = self.cut(self.logits, 1), self.cut(self.weight, 0), self.cut(self.bias, 0)
+        logits, weight, bias = (
+            self.cut(self.logits, 1),
+            self.cut(self.weight, 0),
+            self.cut(self.bias, 0),
+        )
         if way == "statistics":
-            return hl.vocab_statistics(logits, labels, shard=shard, want=("entropy",), options=options).lse
+            return hl.vocab_statistics(
+                logits, labels, shard=shard, want=("entropy",), options=options
+            ).lse
         if way == "linear statistics":
-            return hl.linear_vocab_statistics(self.hidden, weight, labels, bias=bias, shard=shard, options=options).lse
+            return hl.linear_vocab_statistics(
+                self.hidden, weight, labels, bias=bias, shard=shard, options=options
+            ).lse
         if way in ("one_sweep", "recompute", "valid tokens", "auto"):
             hidden, head_loss = self.hidden.requires_grad_(), hl.HeadLoss(options=options)
             linear = hl.Linear(max_valid_tokens=N) if way == "valid tokens" else hl.Linear(way)
-            return head_loss.linear(hidden, weight, labels, bias=bias, shard=shard, linear=linear).loss
+            return head_loss.linear(
+                hidden, weight, labels, bias=bias, shard=shard, linear=linear
+            ).loss
         if way == "sequence parallel":
-            part = self.hidden.chunk(shard.world_size)[0 if shard.group is None else shard.group.rank()]
+            part = self.hidden.chunk(shard.world_size)[
+                0 if shard.group is None else shard.group.rank()
+            ]
             linear = hl.Linear(hidden_grad="reduce_scatter")
-            return hl.HeadLoss(options=options).linear(part, weight, labels, shard=shard, linear=linear).loss
+            return (
+                hl.HeadLoss(options=options)
+                .linear(part, weight, labels, shard=shard, linear=linear)
+                .loss
+            )
         terms, keywords = [hl.Distillation()] if way == "teacher head" else None, {}
         if way == "teacher":
-            terms, keywords = [hl.Distillation()], {"inputs": {"teacher": hl.Teacher(self.cut(self.teacher, 1))}}
+            terms, keywords = (
+                [hl.Distillation()],
+                {"inputs": {"teacher": hl.Teacher(self.cut(self.teacher, 1))}},
+            )
         elif way == "entries":
-            teacher = hl.TopKTeacher(torch.tensor([[1, 30]] * N, device=self.device), self.log_probs)
+            teacher = hl.TopKTeacher(
+                torch.tensor([[1, 30]] * N, device=self.device), self.log_probs
+            )
             terms, keywords = [hl.TopKDistillation()], {"inputs": {"teacher": teacher}}
         elif way == "reference":
-            terms, keywords = [hl.KLToReference(0.1)], {"inputs": {"reference_log_prob": self.reference}}
+            terms, keywords = (
+                [hl.KLToReference(0.1)],
+                {"inputs": {"reference_log_prob": self.reference}},
+            )
         elif way == "token weight":
             keywords = {"token_weight": self.token_weight}
         elif way == "scaled":
@@ -67,7 +106,8 @@ def said(what, value, column, rank, such="1 such token"):
     return f"{what} hold{'s' * ('of id' in what)} {value} in column {column} of rank {rank}; {such}"
 
 
-# name -> (way of a call, argument, [(row, column, value), ..], message). Rank {r} owns id 27, rank {l} is the last.
+# name -> (way of a call, argument, [(row, column, value), ..], message). Rank {r} owns id 27, rank
+# {l} is the last.
 CASES = {
     "logits": ("loss", "logits", [(2, 27, NAN)], said("logits of token 2", "NaN", 27, "{r}")),
     "inf": (
@@ -162,22 +202,32 @@ def test_check_knows_a_teachers_probabilities_from_logits(world_size):
     results = on_ranks(world_size, teacher_of_probabilities, None, CHECK, failures=True)
     ((kind, message),) = {(result.kind, result.message) for result in results}
     assert kind == "ValueError" and "a sum of 1 at each of 5 valid" in message
-    assert all(on_ranks(world_size, teacher_of_probabilities, None, None)), "taken as logits without check"
+    assert all(on_ranks(world_size, teacher_of_probabilities, None, None)), (
+        "taken as logits without check"
+    )
 
 
 @pytest.mark.parametrize("change", NO_PROBABILITIES)
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_check_takes_a_teacher_whose_logits_are_no_probabilities_on_one_rank_alone(change, world_size):
+def test_check_takes_a_teacher_whose_logits_are_no_probabilities_on_one_rank_alone(
+    change, world_size
+):
     assert all(on_ranks(world_size, teacher_of_probabilities, change, CHECK))
 
 
-SCORED = {"denominator": torch.tensor(-12.0), "inputs": {"reference_log_prob": torch.full((N,), 0.5)}}
+SCORED = {
+    "denominator": torch.tensor(-12.0),
+    "inputs": {"reference_log_prob": torch.full((N,), 0.5)},
+}
 
 
 @pytest.mark.parametrize("name", SCORED)
 def test_check_looks_at_the_values_of_each_call(name):
     head_loss, labels = hl.HeadLoss([hl.KLToReference(0.1)], options=CHECK), torch.arange(N)
-    right = {"denominator": torch.tensor(12.0), "inputs": {"reference_log_prob": torch.full((N,), -0.5)}}
+    right = {
+        "denominator": torch.tensor(12.0),
+        "inputs": {"reference_log_prob": torch.full((N,), -0.5)},
+    }
     for _ in range(2):
         assert head_loss(torch.zeros(N, V), labels, **right).loss > 0
     with pytest.raises(ValueError, match=r"denominator must be at least 0|are these probabilities"):

@@ -1,4 +1,5 @@
-"""A vocabulary sharded over tensor-parallel ranks and pipeline stages (arXiv:2411.05288): its group has all of them."""
+"""A vocabulary sharded over tensor-parallel ranks and pipeline stages (arXiv:2411.05288): its group
+has all of them."""
 
 import pytest
 import torch
@@ -19,8 +20,9 @@ def problem():
 
 
 def pipeline(group, device, tp):
-    """Two stages of `tp` ranks. The last stage's hidden states go to all ranks, which have V / (2 tp) rows each; their
-    gradient is summed over all ranks, and goes back through the stages. -> this rank's rows, losses, gradients."""
+    """Two stages of `tp` ranks. The last stage's hidden states go to all ranks, which have V / (2
+    tp) rows each; their gradient is summed over all ranks, and goes back through the stages. ->
+    this rank's rows, losses, gradients."""
     (first, second, whole), inputs, labels = problem()
     stage, shard = dist.get_rank(group) // tp, VocabShard.from_group(group, V)
     weight = (first, second)[stage].to(device).requires_grad_()
@@ -46,17 +48,22 @@ def pipeline(group, device, tp):
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_a_vocabulary_over_tensor_and_pipeline_ranks_is_balanced_and_gives_the_whole_models_gradients(tp):
+def test_a_vocabulary_over_tensor_and_pipeline_ranks_is_balanced_and_gives_the_whole_models_gradients(
+    tp,
+):
     (first, second, whole), inputs, labels = problem()
     weights = [w.double().requires_grad_() for w in (first, second, whole)]
     hidden = inputs.double()
     for w in weights[:2]:
         hidden = torch.tanh(hidden @ w.t())
-    expected = torch.nn.functional.cross_entropy((hidden @ weights[2].t()).flatten(0, 1), labels.flatten())
+    expected = torch.nn.functional.cross_entropy(
+        (hidden @ weights[2].t()).flatten(0, 1), labels.flatten()
+    )
     expected.backward()
     results = on_ranks(2 * tp, pipeline, tp)
     sizes = [size for _, size, *_ in results]
-    assert sum(sizes) == V and max(sizes) == -(-V // (2 * tp))  # on the last stage alone: twice as many, and 0
+    # on the last stage alone: twice as many, and 0
+    assert sum(sizes) == V and max(sizes) == -(-V // (2 * tp))
     for stage, _, losses, grad, _ in results:
         torch.testing.assert_close(losses.sum().double(), expected.detach(), rtol=1e-6, atol=0)
         torch.testing.assert_close(grad.double(), weights[stage].grad, rtol=1e-5, atol=1e-7)

@@ -1,4 +1,5 @@
-"""Sequences, padded, packed and split over context-parallel ranks; metrics over data-parallel ranks."""
+"""Sequences, padded, packed and split over context-parallel ranks; metrics over data-parallel
+ranks."""
 
 import functools
 
@@ -24,7 +25,8 @@ def padded():
     labels = torch.where(mask, torch.randint(0, V, (B, S), generator=generator), -100)
     log_prob = x.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
     inputs = {
-        name: log_prob + torch.randn(B, S, generator=generator) for name in ("old_log_prob", "reference_log_prob")
+        name: log_prob + torch.randn(B, S, generator=generator)
+        for name in ("old_log_prob", "reference_log_prob")
     }
     inputs["advantages"] = torch.tensor([1.3, -0.7, 0.4, -1.1])[:, None].expand(B, S).contiguous()
     return x, labels, mask, inputs
@@ -40,8 +42,14 @@ def layouts():
     ids = shuffled // S
     return {
         "padded": (whole.view(B, S), hl.Sequences.from_mask),
-        "packed": (packed, lambda mask, **o: hl.Sequences.from_cu_seqlens(offsets.to(mask.device), mask, **o)),
-        "ids": (shuffled, lambda mask, **o: hl.Sequences.from_ids(ids.to(mask.device), B, mask, **o)),
+        "packed": (
+            packed,
+            lambda mask, **o: hl.Sequences.from_cu_seqlens(offsets.to(mask.device), mask, **o),
+        ),
+        "ids": (
+            shuffled,
+            lambda mask, **o: hl.Sequences.from_ids(ids.to(mask.device), B, mask, **o),
+        ),
     }
 
 
@@ -93,7 +101,9 @@ def test_packed_and_shuffled_tokens_give_the_padded_loss_and_gradient(name, redu
         local = x.flatten(0, 1)[order].to(device).requires_grad_()
         given = {key: value.flatten()[order].to(device) for key, value in inputs.items()}
         out = head_of(name, reduction=reduction)(
-            local, labels.flatten()[order].to(device), inputs=given | {"sequences": make(valid, horizon=9)}
+            local,
+            labels.flatten()[order].to(device),
+            inputs=given | {"sequences": make(valid, horizon=9)},
         )
         out.loss.backward()
         grad = torch.zeros(B * S, V).index_add(0, order.flatten(), local.grad.flatten(0, -2).cpu())
@@ -154,14 +164,28 @@ def context_run(group, device, name, reduction, lengths_given, backend):
     x, labels, mask, inputs = padded()
     columns = slice(part, None, 2)  # every second token of each sequence
     shard = hl.VocabShard.from_group(tp, V, 64)
-    local = F.pad(x, (0, 64 - V))[:, columns, shard.start : shard.stop].clone().to(device).requires_grad_()
+    local = (
+        F.pad(x, (0, 64 - V))[:, columns, shard.start : shard.stop]
+        .clone()
+        .to(device)
+        .requires_grad_()
+    )
     given = {key: value[:, columns].to(device) for key, value in inputs.items()}
     lengths = torch.tensor(LENGTHS, device=device) if lengths_given else None
-    head = head_of(name, reduction=reduction, options=hl.Options(backend=backend, transport="gather"))
+    head = head_of(
+        name, reduction=reduction, options=hl.Options(backend=backend, transport="gather")
+    )
     with counted_collectives() as made:
-        sequences = hl.Sequences.from_mask(mask[:, columns].to(device), lengths=lengths, horizon=9, group=cp)
+        sequences = hl.Sequences.from_mask(
+            mask[:, columns].to(device), lengths=lengths, horizon=9, group=cp
+        )
     with counted_collectives() as forward:
-        out = head(local, labels[:, columns].to(device), shard=shard, inputs=given | {"sequences": sequences})
+        out = head(
+            local,
+            labels[:, columns].to(device),
+            shard=shard,
+            inputs=given | {"sequences": sequences},
+        )
     with counted_collectives() as backward:
         out.loss.backward()
     metrics = hl.reduce_metrics({"count": out.count, **out.metrics}, cp)
@@ -172,7 +196,9 @@ def context_run(group, device, name, reduction, lengths_given, backend):
 
 @pytest.mark.parametrize("lengths_given", [False, True])
 @pytest.mark.parametrize("reduction", SEQUENCE_REDUCTIONS)
-@pytest.mark.parametrize(("world_size", "name"), [(2, "clip"), (2, "gmpo"), (4, "gspo"), (4, "vespo")])
+@pytest.mark.parametrize(
+    ("world_size", "name"), [(2, "clip"), (2, "gmpo"), (4, "gspo"), (4, "vespo")]
+)
 def test_sequences_split_over_context_parallel_ranks_are_whole_sequences(
     world_size, name, reduction, lengths_given, backend
 ):
@@ -184,12 +210,16 @@ def test_sequences_split_over_context_parallel_ranks_are_whole_sequences(
     whole.loss.backward()
     tp = world_size // 2
     parts = [results[0], results[tp]]  # the two context ranks; their losses are parts of one sum
-    torch.testing.assert_close(parts[0][0] + parts[1][0], whole.loss.detach(), rtol=2e-6, atol=5e-6)  # of terms of 1
+    # of terms of 1
+    torch.testing.assert_close(parts[0][0] + parts[1][0], whole.loss.detach(), rtol=2e-6, atol=5e-6)
     for part in range(2):
         grads = torch.cat([r[1] for r in results if r[5] == part], -1)[..., :V]
         torch.testing.assert_close(grads, x.grad[:, part::2], rtol=3e-5, atol=1e-7)
     for result in results:
-        for got, want in ((result[2], {"count": whole.count, **whole.metrics}), (result[3], whole.sequence_metrics)):
+        for got, want in (
+            (result[2], {"count": whole.count, **whole.metrics}),
+            (result[3], whole.sequence_metrics),
+        ):
             assert list(got) == list(want)
             for key, value in want.items():
                 torch.testing.assert_close(got[key].float(), value, rtol=3e-6, atol=3e-6, msg=key)
@@ -214,7 +244,8 @@ def test_a_group_that_shares_the_vocabulary_is_refused_for_sequences(other):
 
 
 def spread_run(group, device):
-    """f(spread(sum)) with a loss that is partial on each rank: the gradient needs the other ranks' part."""
+    """f(spread(sum)) with a loss that is partial on each rank: the gradient needs the other ranks'
+    part."""
     rank = dist.get_rank(group)
     values = torch.arange(1.0, 9.0, device=device).view(2, 4)[:, rank::2].clone().requires_grad_()
     sequences = hl.Sequences.from_mask(torch.ones_like(values, dtype=torch.bool), group=group)
@@ -236,11 +267,18 @@ def test_the_gradient_through_a_spread_sum_crosses_the_context_ranks():
 
 def metrics_run(group, device):
     rank = 0 if group is None else dist.get_rank(group)
-    metrics = {"ratio": 1.5 + rank, "max_ratio": float(rank), "min_ratio": -2.0 + rank, "count": 2.0**24 + rank}
+    metrics = {
+        "ratio": 1.5 + rank,
+        "max_ratio": float(rank),
+        "min_ratio": -2.0 + rank,
+        "count": 2.0**24 + rank,
+    }
     if rank == 1:  # no tokens here
         metrics |= {"max_ratio": -torch.inf, "min_ratio": torch.inf}
     with counted_collectives() as events:
-        out = hl.reduce_metrics({name: torch.tensor(value, device=device) for name, value in metrics.items()}, group)
+        out = hl.reduce_metrics(
+            {name: torch.tensor(value, device=device) for name, value in metrics.items()}, group
+        )
     return out, sum(events.values())
 
 
@@ -251,7 +289,8 @@ def test_metrics_are_reduced_by_what_they_are_in_one_collective():
             "ratio": 12.0,
             "max_ratio": 3.0,
             "min_ratio": -2.0,
-            "count": 4 * 2.0**24 + 6,  # 0 + 0 + 2 + 4, as fp32 rounds them; an fp32 sum would end on a multiple of 8
+            # 0 + 0 + 2 + 4, as fp32 rounds them; an fp32 sum would end on a multiple of 8
+            "count": 4 * 2.0**24 + 6,
         }
     alone, collectives = metrics_run(None, torch.device("cpu"))
     assert collectives == 0 and alone["ratio"] == 1.5 and hl.reduce_metrics({}, None) == {}
@@ -275,12 +314,20 @@ def test_metrics_of_micro_batches_combine_like_those_of_ranks():
         hl.combine_metrics([{"a": torch.ones(())}, {"b": torch.ones(())}])
 
 
-BOUNDS = {"beyond": [0, 4, 100], "far beyond": [0, 4, 1 << 40], "negative": [-3, 4, 8], "descending": [0, 6, 3, 8]}
+BOUNDS = {
+    "beyond": [0, 4, 100],
+    "far beyond": [0, 4, 1 << 40],
+    "negative": [-3, 4, 8],
+    "descending": [0, 6, 3, 8],
+}
 
 
 @pytest.mark.parametrize("name", BOUNDS)
 def test_bounds_outside_of_the_tokens_are_refused_or_nan(name, device, monkeypatch):
-    mask, bounds = torch.ones(8, dtype=torch.bool, device=device), torch.tensor(BOUNDS[name], device=device)
+    mask, bounds = (
+        torch.ones(8, dtype=torch.bool, device=device),
+        torch.tensor(BOUNDS[name], device=device),
+    )
     words = r"cu_seqlens must be ascending in \[0, 8\], the mask's tokens, got "
     with pytest.raises(ValueError, match=words):
         hl.Sequences.from_cu_seqlens(bounds, mask).check()
@@ -292,16 +339,26 @@ def test_bounds_outside_of_the_tokens_are_refused_or_nan(name, device, monkeypat
     # as on a GPU, where nobody looks at values: without the check that CPUs make
     monkeypatch.setattr(hl.Sequences, "_expect_valid", lambda self: None)
     sequences = hl.Sequences.from_cu_seqlens(bounds, mask)
-    found = sequences.lengths, sequences.count, sequences.token_share, sequences.mean(torch.ones(8, device=device))
+    found = (
+        sequences.lengths,
+        sequences.count,
+        sequences.token_share,
+        sequences.mean(torch.ones(8, device=device)),
+    )
     assert all(values.isnan().all() for values in found)
-    loss = hl.HeadLoss(reduction="seq-mean-token-mean")(x, labels, inputs={"sequences": sequences}).loss
+    loss = hl.HeadLoss(reduction="seq-mean-token-mean")(
+        x, labels, inputs={"sequences": sequences}
+    ).loss
     loss.backward()
     assert loss.isnan() and x.grad.isnan().all()
 
 
 @pytest.mark.parametrize("bounds", [[4, 8, 12], [0, 4, 8]])
 def test_bounds_that_leave_tokens_of_the_mask_out_are_refused(bounds, device):
-    mask, bounds = torch.ones(12, dtype=torch.bool, device=device), torch.tensor(bounds, device=device)
+    mask, bounds = (
+        torch.ones(12, dtype=torch.bool, device=device),
+        torch.tensor(bounds, device=device),
+    )
     span = f"cu_seqlens are {bounds[0]} to {bounds[-1]}, tokens 0 to 12"
     with pytest.raises(ValueError, match=f"got 4 that belong to none: {span}"):
         sequences = hl.Sequences.from_cu_seqlens(bounds, mask)
@@ -317,8 +374,12 @@ def test_what_cannot_describe_sequences_is_refused(device):
     mask = torch.ones(2, 4, dtype=torch.bool, device=device)
     for words, given in {
         "horizon must be positive and finite": {"horizon": 0},
-        "lengths must be finite and at least 0": {"lengths": torch.tensor([9.0, -1.0], device=device)},
-        "the length of sequence 0 must be at least its . counted tokens, got": {"lengths": mask.sum(1) - 1},
+        "lengths must be finite and at least 0": {
+            "lengths": torch.tensor([9.0, -1.0], device=device)
+        },
+        "the length of sequence 0 must be at least its . counted tokens, got": {
+            "lengths": mask.sum(1) - 1
+        },
     }.items():
         with pytest.raises(ValueError, match=words):
             hl.Sequences.from_mask(mask, **given).check()
@@ -333,7 +394,10 @@ def test_tokens_of_no_sequence_at_all_weigh_nothing(device):
 
 def no_sequence_run(group, device, bad):
     """A context-parallel rank without any sequence, or with bounds that the others do not have."""
-    mask, last = torch.ones(8, dtype=torch.bool, device=device), dist.get_rank(group) == dist.get_world_size(group) - 1
+    mask, last = (
+        torch.ones(8, dtype=torch.bool, device=device),
+        dist.get_rank(group) == dist.get_world_size(group) - 1,
+    )
     if not bad:
         return len(hl.Sequences.from_mask(mask[:0].view(0, 4), group=group).lengths)
     bounds = torch.tensor([0, 4, 9 if last else 8], device=device)
@@ -369,15 +433,22 @@ def test_second_derivatives_of_sums_over_sequences_are_right(device):
     (first,) = torch.autograd.grad(sequences.sum(values).pow(3).sum(), values, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), values)
     sums = torch.where(mask, values, 0).sum(-1, keepdim=True)
-    torch.testing.assert_close(second, torch.where(mask, 6 * sums * mask.sum(-1, keepdim=True), 0.0).detach())
+    torch.testing.assert_close(
+        second, torch.where(mask, 6 * sums * mask.sum(-1, keepdim=True), 0.0).detach()
+    )
 
 
 def test_what_the_caller_does_to_a_mask_or_to_weights_afterwards_changes_nothing(device):
     mask = torch.tensor([[True, True, False], [True, False, False]], device=device)
-    sequences, values = hl.Sequences.from_mask(mask), torch.ones(2, 3, device=device, requires_grad=True)
+    sequences, values = (
+        hl.Sequences.from_mask(mask),
+        torch.ones(2, 3, device=device, requires_grad=True),
+    )
     means = sequences.mean(values)
     mask.fill_(False)
     weights, _count = sequences.aggregate("seq-mean-token-mean")
     weights.zero_()
     means.sum().backward()
-    assert values.grad.tolist() == [[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]] == sequences.token_share.tolist()
+    assert (
+        values.grad.tolist() == [[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]] == sequences.token_share.tolist()
+    )

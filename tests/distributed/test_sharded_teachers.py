@@ -1,4 +1,5 @@
-"""A teacher's head of several ranks: its arguments are compared between ranks, and its tensors may be DTensors."""
+"""A teacher's head of several ranks: its arguments are compared between ranks, and its tensors may
+be DTensors."""
 
 from dataclasses import replace
 
@@ -34,13 +35,19 @@ def agreement_run(group, device, name, how):
     shard = hl.VocabShard.from_group(group, V)
     local, last = slice(shard.start, shard.stop), group.rank() == group.size() - 1
     if how == "reduce_scatter":
-        hidden, teacher_hidden = (x.chunk(group.size())[group.rank()] for x in (hidden, teacher_hidden))
-    head = hl.TeacherHead(teacher_hidden, teacher_weight[local], transform=hl.Transform(bias=bias[local]))
+        hidden, teacher_hidden = (
+            x.chunk(group.size())[group.rank()] for x in (hidden, teacher_hidden)
+        )
+    head = hl.TeacherHead(
+        teacher_hidden, teacher_weight[local], transform=hl.Transform(bias=bias[local])
+    )
     teacher = MISTAKES[name][0](head) if last else head
     head_loss = hl.HeadLoss([hl.Distillation()], options=hl.Options(validate="checksums"))
     labels, inputs = torch.zeros(N, dtype=torch.long, device=device), {"teacher": teacher}
     linear = hl.Linear(hidden_grad=how)
-    return head_loss.linear(hidden, weight[local], labels, shard=shard, inputs=inputs, linear=linear).loss.cpu()
+    return head_loss.linear(
+        hidden, weight[local], labels, shard=shard, inputs=inputs, linear=linear
+    ).loss.cpu()
 
 
 @pytest.mark.parametrize("name", MISTAKES)
@@ -52,7 +59,9 @@ def test_ranks_compare_their_teachers(name):
         assert all(loss.isfinite() for loss in on_ranks(2, agreement_run, name, "reduce_scatter"))
         return
     for failure in on_ranks(2, agreement_run, name, "all_reduce", failures=True):
-        assert failure.kind == "ValueError" and f"ranks must agree on {fact}" in failure.message, failure
+        assert failure.kind == "ValueError" and f"ranks must agree on {fact}" in failure.message, (
+            failure
+        )
 
 
 def dtensor_run(group, device, how):
@@ -66,11 +75,17 @@ def dtensor_run(group, device, how):
     found = []
     for operands in (sharded, drawn(device)):
         hidden, weight, teacher_hidden, teacher_weight, bias = operands
-        head = hl.TeacherHead(teacher_hidden, teacher_weight, transform=hl.Transform(bias=bias, softcap=3.0))
+        head = hl.TeacherHead(
+            teacher_hidden, teacher_weight, transform=hl.Transform(bias=bias, softcap=3.0)
+        )
         where = hl.Linear(hidden_grad=how) if operands is sharded else None
-        stats = hl.linear_vocab_statistics(hidden, weight, teacher=head, want=("forward_kl",), linear=where)
+        stats = hl.linear_vocab_statistics(
+            hidden, weight, teacher=head, want=("forward_kl",), linear=where
+        )
         found.append(stats.forward_kl.cpu())
-        found.append(hl.topk_log_probs(head, 3).log_probs.cpu() if how == "all_reduce" else torch.zeros(()))
+        found.append(
+            hl.topk_log_probs(head, 3).log_probs.cpu() if how == "all_reduce" else torch.zeros(())
+        )
     return found
 
 
@@ -88,11 +103,16 @@ def cut_rows_run(group, device):
 
     mesh = init_device_mesh(device.type, (group.size(),), mesh_dim_names=("tp",))
     hidden, weight, teacher_hidden, teacher_weight, _ = drawn(device)
-    cut, rows = distribute_tensor(teacher_hidden, mesh, [Shard(1)]), distribute_tensor(weight, mesh, [Shard(0)])
+    cut, rows = (
+        distribute_tensor(teacher_hidden, mesh, [Shard(1)]),
+        distribute_tensor(weight, mesh, [Shard(0)]),
+    )
     shard, teacher = hl.VocabShard.from_mesh(mesh, len(weight)), hl.TeacherHead(cut, teacher_weight)
     hl.linear_vocab_statistics(hidden, rows, shard=shard, teacher=teacher, want=("forward_kl",))
 
 
 def test_a_teacher_of_cut_rows_is_refused():
     for failure in on_ranks(2, cut_rows_run, failures=True):
-        assert failure.kind == "ValueError" and "hidden states must be whole rows" in failure.message, failure
+        assert (
+            failure.kind == "ValueError" and "hidden states must be whole rows" in failure.message
+        ), failure

@@ -1,4 +1,5 @@
-"""Sharded equals unsharded: every layout of shards, and the same bits at every group size where that is promised."""
+"""Sharded equals unsharded: every layout of shards, and the same bits at every group size where
+that is promised."""
 
 import copy
 import dataclasses
@@ -17,10 +18,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import tp_headloss as hl
 from tp_headloss.engine.backend import load_backend
-from tp_headloss.engine.loss_step_triton import LossStep
+from tp_headloss.engine.reductions import FusedReduction, StatisticValue, SumsPlan
 from tp_headloss.engine.request import Facts, Request, Tensors
 from tp_headloss.engine.transports.symmetric_memory import SymmetricMemory
-from tp_headloss.head_loss.statistic_value import FusedReduction, StatisticValue, SumsPlan
+from tp_headloss.engine.ways.prepared_triton import PreparedLaunches
 from tp_headloss.statistics import layout_of
 
 WANT = ("entropy", "total", "argmax")
@@ -34,7 +35,8 @@ class Case(NamedTuple):
     backend: str = "triton"
     transport: str = "gather"
     want: tuple = WANT
-    label_cuts: list[int] | None = None  # labels sit on both sides of these (default: of the shards' cuts)
+    # labels sit on both sides of these (default: of the shards' cuts)
+    label_cuts: list[int] | None = None
 
 
 def layout_case(layout, world_size, **kwargs):
@@ -48,8 +50,13 @@ def layout_case(layout, world_size, **kwargs):
 
 
 def problem(case):
-    """Logits and labels: on shard edges, ignored, confident, and on a row whose upper half is -inf."""
-    edges = {min(max(e, 0), case.vocab_size - 1) for c in case.label_cuts or case.cuts for e in (c - 1, c)}
+    """Logits and labels: on shard edges, ignored, confident, and on a row whose upper half is
+    -inf."""
+    edges = {
+        min(max(e, 0), case.vocab_size - 1)
+        for c in case.label_cuts or case.cuts
+        for e in (c - 1, c)
+    }
     labels = torch.tensor([*sorted(edges), -100, case.vocab_size // 2, 0])
     x = torch.randn(len(labels), case.vocab_size, generator=torch.Generator().manual_seed(1)) * 3
     x[-1, 0] = 40.0
@@ -61,7 +68,8 @@ def shard_run(group, device, case):
     cuts = case.cuts if group is not None else [0, case.cuts[-1]]
     shard = hl.VocabShard.from_boundaries(cuts, case.vocab_size, group)
     x, labels = problem(case)
-    padded = torch.nn.functional.pad(x, (0, cuts[-1] - case.vocab_size), value=123.0)  # padding holds rubbish
+    # padding holds rubbish
+    padded = torch.nn.functional.pad(x, (0, cuts[-1] - case.vocab_size), value=123.0)
     local = padded[:, shard.start : shard.stop].contiguous().to(device).requires_grad_()
     stats = hl.vocab_statistics(
         local, labels.to(device), shard=shard, want=case.want,
@@ -72,7 +80,10 @@ def shard_run(group, device, case):
     names = [name for name in oracle.NAMES if getattr(stats, name) is not None]
     upstream = {name: torch.randn(len(labels), generator=generator) for name in names}
     sum((getattr(stats, name) * upstream[name].to(device)).sum() for name in names).backward()
-    values = {name: getattr(stats, name).detach().cpu() for name in names + ["argmax"] * ("argmax" in case.want)}
+    values = {
+        name: getattr(stats, name).detach().cpu()
+        for name in names + ["argmax"] * ("argmax" in case.want)
+    }
     return values, local.grad.cpu(), shard.tp_invariant, upstream
 
 
@@ -84,11 +95,15 @@ def assert_truth(case, results):
     (values, _, _, upstream), grad = results[0], torch.cat([result[1] for result in results], 1)
     x, labels = problem(case)
     keep = labels != -100
-    z, slope = oracle.transform(x[keep], scale=1.25, temperature=torch.linspace(0.5, 1.5, len(labels))[keep])
+    z, slope = oracle.transform(
+        x[keep], scale=1.25, temperature=torch.linspace(0.5, 1.5, len(labels))[keep]
+    )
     truth = oracle.statistics(z, labels[keep])
     for name in values:
         assert (values[name][~keep] == (-1 if name == "argmax" else 0)).all()
-        torch.testing.assert_close(values[name][keep].double(), truth[name].double(), rtol=2e-6, atol=2e-5)
+        torch.testing.assert_close(
+            values[name][keep].double(), truth[name].double(), rtol=2e-6, atol=2e-5
+        )
     expected = torch.zeros(len(labels), case.cuts[-1], dtype=torch.float64)
     upstream = {name: g[keep] for name, g in upstream.items()}
     expected[keep, : case.vocab_size] = oracle.gradient(z, slope, labels[keep], upstream)
@@ -98,7 +113,8 @@ def assert_truth(case, results):
 
 
 def assert_same_bits(results, others):
-    """Every rank of both has the same statistics, and the concatenated gradients are equal, bit for bit."""
+    """Every rank of both has the same statistics, and the concatenated gradients are equal, bit for
+    bit."""
     for values, *_ in results:
         for other, *_ in others:
             assert all(torch.equal(bits(values[name]), bits(other[name])) for name in values)
@@ -149,7 +165,9 @@ def test_same_bits_at_tp_1_2_4_8(vocab_size):
 
 def far_run(group, device, transport, backend):
     shard = hl.VocabShard.from_group(group, 16)
-    x = torch.randn(3, 16, generator=torch.Generator().manual_seed(0)) + torch.tensor([[0.0], [7e3], [-7e3]])
+    x = torch.randn(3, 16, generator=torch.Generator().manual_seed(0)) + torch.tensor(
+        [[0.0], [7e3], [-7e3]]
+    )
     local = x[:, shard.start : shard.stop].to(device).requires_grad_()
     labels = torch.tensor([3, 3, 12], device=device)
     want = "collision", "set_entropy", "reverse_kl", "jsd", "log_probs_at"
@@ -205,7 +223,9 @@ def subgroup_run(group, device):
     shard = hl.VocabShard.from_group(sub, 30)
     x = torch.randn(4, 30, generator=torch.Generator().manual_seed(0))
     labels = torch.tensor([0, 10, 29, 15])
-    stats = hl.vocab_statistics(x[:, shard.start : shard.stop].to(device), labels.to(device), shard=shard)
+    stats = hl.vocab_statistics(
+        x[:, shard.start : shard.stop].to(device), labels.to(device), shard=shard
+    )
     return stats.log_prob.cpu(), x.log_softmax(-1).gather(1, labels[:, None])[:, 0]
 
 
@@ -223,45 +243,68 @@ def test_invariance_is_derived_from_the_cuts_never_claimed():
         hl.VocabShard(0, 256, 256, None, True)
 
 
-@pytest.mark.parametrize("want", [("entropy",), ("entropy", "prepared"), ("topk_forward_kl", "tail_log_mass")])
+@pytest.mark.parametrize(
+    "want", [("entropy",), ("entropy", "prepared"), ("topk_forward_kl", "tail_log_mass")]
+)
 @pytest.mark.parametrize("turn", [0, 1, 7])
 def test_packets_in_memory_of_their_ranks_merge_to_the_same_bits(turn, want, device):
     """Symmetric memory without its group: slots by turn, peers by address, turns handed over."""
     is_prepared, want = "prepared" in want, tuple(name for name in want if name != "prepared")
-    backend, world_size, slot, rows = load_backend("triton"), 4, 1024, len(layout_of(True, want).packet)
+    backend, world_size, slot, rows = (
+        load_backend("triton"),
+        4,
+        1024,
+        len(layout_of(True, want).packet),
+    )
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(6, 256, generator=generator).to(device)
     labels = torch.tensor([0, 70, 130, 255, -100, 31], device=device)
     entries = (None, None)
     if "entropy" not in want:
         ids = torch.randint(0, 256, (6, 9), generator=generator).to(device)
-        entries = backend.entries(ids, torch.randn(6, 9, generator=generator).to(device) - 3, None, 1.0, False, 256)
+        entries = backend.entries(
+            ids, torch.randn(6, 9, generator=generator).to(device) - 3, None, 1.0, False, 256
+        )
     buffers = [torch.full((2 * slot,), torch.nan, device=device) for _ in range(world_size)]
     peers = torch.tensor([b.data_ptr() for b in buffers], device=device)
     turns = [torch.tensor([turn, -5], dtype=torch.int32, device=device) for _ in range(world_size)]
-    gathered, size, memories, requests = torch.empty(8, rows, 6, device=device), 2 * rows * 6, [], []
+    gathered, size, memories, requests = (
+        torch.empty(8, rows, 6, device=device),
+        2 * rows * 6,
+        [],
+        [],
+    )
     for rank in range(world_size):
-        facts = Facts(64 * rank, 64, 256, 32, 2, 4, "", want, 1.0, 0.0, 1.0, -100, "triton", "gather")
+        facts = Facts(
+            64 * rank, 64, 256, 32, 2, 4, "", want, 1.0, 0.0, 1.0, -100, "triton", "gather"
+        )
         memory = object.__new__(SymmetricMemory)
-        memory.slot, memory.buffer, memory.peers, memory.turns = slot, buffers[rank], peers, turns[rank]
+        memory.slot, memory.buffer, memory.peers, memory.turns = (
+            slot,
+            buffers[rank],
+            peers,
+            turns[rank],
+        )
         memory.handle, memory.timeout_ms = SimpleNamespace(barrier=lambda **_: None), 1
         memory._take_turns = lambda: None
         memories.append(memory)
-        given = Tensors(x[:, 64 * rank : 64 * rank + 64], labels, entries=entries[0], entry_log_probs=entries[1])
-        request = Request.of(given, facts)
+        given = Tensors(
+            x[:, 64 * rank : 64 * rank + 64], labels, entries=entries[0], entry_log_probs=entries[1]
+        )
+        request, launches = Request.of(given, facts), None
         backend.local_statistics(gathered[2 * rank : 2 * rank + 2], request)
         if is_prepared:
             plan = SumsPlan.from_functions([StatisticValue("log_prob", negative=True)], [1.0])
-            request = request._replace(step=LossStep(request, FusedReduction(plan, None, None)))
-        requests.append(request)
-        packets = memory.write(request)
+            launches = PreparedLaunches(request, FusedReduction(plan, None, None), inplace=False)
+        requests.append((request, launches))
+        packets = memory.write(request, launches)
         assert packets.shape == (2, rows, 6) and packets.data_ptr() == buffers[rank].data_ptr()
         used = buffers[rank].view(2, slot)[turn % 2, :size]
         assert torch.equal(used, gathered[2 * rank : 2 * rank + 2].flatten())
         assert buffers[rank].isnan().sum() == 2 * slot - size
-    expected = backend.merge_packets(gathered, request._replace(step=None))
+    expected = backend.merge_packets(gathered, request)
     for rank, memory in enumerate(memories):
-        merged = memory.merge(buffers[rank][:size].view(2, rows, 6), requests[rank])
+        merged = memory.merge(buffers[rank][:size].view(2, rows, 6), *requests[rank])
         assert all(torch.equal(a, b) for a, b in zip(expected, merged))
         assert turns[rank].tolist() == [turn + 1, turn]
 
@@ -361,7 +404,9 @@ def pickle_run(group, device):
 
 def test_what_holds_a_process_group_says_so_when_it_is_pickled():
     for messages, same in on_ranks(2, pickle_run):
-        assert len(messages) == 3 and all("VocabShard holds a process group" in message for message in messages)
+        assert len(messages) == 3 and all(
+            "VocabShard holds a process group" in message for message in messages
+        )
         assert same == [True, True]
     whole = hl.VocabShard(0, 8, 8)
     assert pickle.loads(pickle.dumps(whole)) == whole
@@ -375,12 +420,15 @@ WANTS = {  # what a merge kernel has variants for
 
 
 def packets_of(name, group_size, width, device):
-    """Packets of so many ranks, one each, of which those beyond the vocabulary are empty; and what merges them."""
+    """Packets of so many ranks, one each, of which those beyond the vocabulary are empty; and what
+    merges them."""
     backend, want, generator = load_backend("torch"), WANTS[name], torch.Generator().manual_seed(0)
     x, t = (3 * torch.randn(9, 256, generator=generator).to(device) for _ in range(2))
     labels = torch.tensor([0, 70, 130, 255, -100, 31, 64, 63, 300], device=device)
     ids = torch.randint(0, 256, (9, 5), generator=generator).to(device)
-    entries = backend.entries(ids, torch.randn(9, 5, generator=generator).to(device) - 3, None, 1.0, False, 256)
+    entries = backend.entries(
+        ids, torch.randn(9, 5, generator=generator).to(device) - 3, None, 1.0, False, 256
+    )
     packets = []
     for rank in range(group_size):
         columns = slice(min(rank * width, 256), min(rank * width + width, 256))
@@ -399,10 +447,12 @@ def packets_of(name, group_size, width, device):
 @pytest.mark.parametrize("group_size", [9])
 @pytest.mark.parametrize("name", WANTS)
 def test_a_loop_over_the_packets_of_many_ranks_gives_the_same_bits(name, group_size, device):
-    """Eight ranks' packets are merged without a loop; empty ones of more ranks must not change a bit."""
+    """Eight ranks' packets are merged without a loop; empty ones of more ranks must not change a
+    bit."""
     few = load_backend("triton").merge_packets(*packets_of(name, 8, 32, device))
     many = load_backend("triton").merge_packets(*packets_of(name, group_size, 32, device))
-    owners = [a.clone() for a in (few[1][3], many[1][3])]  # an ignored token has one flag per packet
+    # an ignored token has one flag per packet
+    owners = [a.clone() for a in (few[1][3], many[1][3])]
     assert torch.equal(owners[0] == 1, owners[1] == 1)
     few[1][3], many[1][3] = 0.0, 0.0
     assert all(torch.equal(a.nan_to_num(7.5), b.nan_to_num(7.5)) for a, b in zip(few, many))

@@ -33,11 +33,17 @@ def with_head(*terms, metrics=(), **given):
     return hl.HeadLoss(terms or None, metrics=metrics)(ROW, IDS, **given)
 
 
-# What tests/helpers/odd_inputs.py and tests/promises/test_spec.py have not: relations, and what a message advises.
+# What tests/helpers/odd_inputs.py and tests/promises/test_spec.py have not: relations, and what a
+# message advises.
 TYPES = {
     "got torch.float32 .are logits and labels swapped": lambda: hl.CausalLMLoss()(LABELS, X),
-    "teacher.weight must be a tensor, got Linear: pass its .weight": lambda: hl.linear_vocab_statistics(
-        X, torch.zeros(9, V), want=("forward_kl",), teacher=hl.TeacherHead(X, torch.nn.Linear(V, 9))
+    "teacher.weight must be a tensor, got Linear: pass its .weight": lambda: (
+        hl.linear_vocab_statistics(
+            X,
+            torch.zeros(9, V),
+            want=("forward_kl",),
+            teacher=hl.TeacherHead(X, torch.nn.Linear(V, 9)),
+        )
     ),
     "a list of ids per token, got one of 1, ..": lambda: from_vllm([[1, 2, 3]]),
     "a list of ids per token, got 1": lambda: from_vllm([1, 2, 3]),
@@ -46,7 +52,9 @@ TYPES = {
     "terms must be Terms, got dict": lambda: hl.HeadLoss({"ce": hl.CrossEntropy()}),
     "metrics must be names or Metrics, got NoneType": lambda: hl.HeadLoss(metrics=None),
     "call it, PolicyMetrics": lambda: hl.HeadLoss(metrics=(hl.PolicyMetrics,)),
-    r"'clip' takes the options \['clip', 'dual_clip', .* got \['eps'\]": lambda: hl.PolicyGradient("clip", eps=0.2),
+    r"'clip' takes the options \['clip', 'dual_clip', .* got \['eps'\]": lambda: hl.PolicyGradient(
+        "clip", eps=0.2
+    ),
     r"KLToReference takes the options .* got \['clamp'\]": lambda: hl.KLToReference(0.1, clamp=3),
     "got a DeviceMesh: use VocabShard.from_mesh": lambda: hl.VocabShard.from_group(DeviceMesh(), V),
     "mesh must be a torch.distributed.Dev": lambda: hl.VocabShard.from_mesh("tp", V),
@@ -54,17 +62,31 @@ TYPES = {
     "metric 'a' must be a tensor, got int": lambda: hl.combine_metrics([{"a": 1}]),
     "per_sequence must be a tensor, got float": lambda: hl.Sequences.from_mask(MASK).spread(3.0),
     r"wrap it, Metric\(function\)": lambda: hl.HeadLoss(metrics=[lambda stats: {}]),
-    r"must be a list of IdSets, got \['IdSets', 'Tensor'\]": lambda: hl.IdSets.cat([SETS, torch.zeros(1)]),
+    r"must be a list of IdSets, got \['IdSets', 'Tensor'\]": lambda: hl.IdSets.cat(
+        [SETS, torch.zeros(1)]
+    ),
     "where must be bool, got torch.int64": lambda: SETS.scatter(torch.ones(6).long()),
     "labels must be int64 or int32": lambda: SETS.contains(torch.zeros(2, 3)),
-    "head_loss must be": lambda: hl.VocabParallelHead(8, SHARD)(STATES, IDS, head_loss=hl.ZLoss(1.0)),
-    "transform must be a Transform, got float": lambda: hl.VocabParallelHead(8, SHARD)(STATES, IDS, transform=0.7),
+    "head_loss must be": lambda: hl.VocabParallelHead(8, SHARD)(
+        STATES, IDS, head_loss=hl.ZLoss(1.0)
+    ),
+    "transform must be a Transform, got float": lambda: hl.VocabParallelHead(8, SHARD)(
+        STATES, IDS, transform=0.7
+    ),
     "pass its .weight": lambda: hl.VocabParallelHead(8, SHARD, weight=torch.nn.Linear(8, V)),
-    "want must be a tuple of names, got Tensor": lambda: hl.vocab_statistics(ROW, want=torch.tensor(0.5)),
+    "want must be a tuple of names, got Tensor": lambda: hl.vocab_statistics(
+        ROW, want=torch.tensor(0.5)
+    ),
     "parameters must be tensors, got int": lambda: hl.clip_grad_norm_(3, 1.0),
-    "temperature must be a number, got .1.0.": lambda: logits_processor(None, V)(ROW, IDS, temperature=[1.0]),
-    "temperature must be real numbers, got torch.bool": lambda: logits_processor(None, V)(ROW, IDS, IDS.bool()),
-    "temperature must be real numbers, got torch.complex": lambda: logits_processor(None, V)(ROW, IDS, 1j * ROW[0]),
+    "temperature must be a number, got .1.0.": lambda: logits_processor(None, V)(
+        ROW, IDS, temperature=[1.0]
+    ),
+    "temperature must be real numbers, got torch.bool": lambda: logits_processor(None, V)(
+        ROW, IDS, IDS.bool()
+    ),
+    "temperature must be real numbers, got torch.complex": lambda: logits_processor(None, V)(
+        ROW, IDS, 1j * ROW[0]
+    ),
     "hidden states must be a dense": lambda: hl.HeadLoss().linear(STATES.to_sparse(), WEIGHT, IDS),
     "weight must be a dense tensor": lambda: hl.HeadLoss().linear(STATES, WEIGHT.to_sparse(), IDS),
     "must be an nn.Parameter, or n": lambda: hl.VocabParallelHead(8, SHARD, weight=WEIGHT),
@@ -72,9 +94,15 @@ TYPES = {
     "must have one dtype, got": lambda: hl.topk_log_probs(STATES, 2, weight=WEIGHT.half()),
     "logits must be a tensor": lambda: hl.CausalLMLoss()([[0.0]], IDS, token_weight=torch.ones(1)),
     "labels must be a tensor": lambda: hl.linear_vocab_statistics(STATES, WEIGHT, [1], linear=FEW),
-    "teacher must be `T.* got 'x'": lambda: hl.linear_vocab_statistics(STATES, WEIGHT, IDS, teacher="x", linear=FEW),
-    r"take \(stats, rewards\), got \(stats\)": lambda: hl.Term("mine", lambda stats: stats.lse, inputs=("rewards",)),
-    r"a metric must name its values by strings, not empty, got \[3\]": lambda: with_head(metrics=hl.Metric(_numbered)),
+    "teacher must be `T.* got 'x'": lambda: hl.linear_vocab_statistics(
+        STATES, WEIGHT, IDS, teacher="x", linear=FEW
+    ),
+    r"take \(stats, rewards\), got \(stats\)": lambda: hl.Term(
+        "mine", lambda stats: stats.lse, inputs=("rewards",)
+    ),
+    r"a metric must name its values by strings, not empty, got \[3\]": lambda: with_head(
+        metrics=hl.Metric(_numbered)
+    ),
     r"got TopK: TopKTeacher\(top.ids, top.log_probs\)": lambda: hl.vocab_statistics(
         ROW, want=("topk_forward_kl",), teacher=hl.topk_log_probs(ROW, 2)
     ),
@@ -83,33 +111,70 @@ TYPES = {
     ),
 }
 VALUES = {
-    "scale / temperature": lambda: hl.vocab_statistics(X, transform=hl.Transform(scale=1e30, temperature=1e-30)),
+    "scale / temperature": lambda: hl.vocab_statistics(
+        X, transform=hl.Transform(scale=1e30, temperature=1e-30)
+    ),
     "student_temperature must be": lambda: hl.vocab_statistics(
-        X, want=("forward_kl",), transform=hl.Transform(temperature=1e30), teacher=hl.Teacher(X, 1.0, 1e-30)
+        X,
+        want=("forward_kl",),
+        transform=hl.Transform(temperature=1e30),
+        teacher=hl.Teacher(X, 1.0, 1e-30),
     ),
     "is vocab_size=1000 ri": lambda: hl.vocab_statistics(X[:, 1:], shard=SHARD),
     "padded_size=1024": lambda: hl.vocab_statistics(torch.zeros(N, V + 24), shard=SHARD),
-    r"\[1000, 9\] of the shard and hidden states, got \[1000, 8\]": lambda: hl.VocabParallelHead(8, SHARD)(ROW[:, :9]),
+    r"\[1000, 9\] of the shard and hidden states, got \[1000, 8\]": lambda: hl.VocabParallelHead(
+        8, SHARD
+    )(ROW[:, :9]),
     "for statistics alone, use vocab_statistics or linear": lambda: hl.HeadLoss()(X, None),
     r"labels must have shape \[S\], got \[\]": lambda: hl.CausalLMLoss()(X[0], LABELS[0]),
     r"labels must have shape \[S\], got": lambda: hl.multi_token_targets(LABELS[0], 1),
-    "token_weight must have shape": lambda: hl.CausalLMLoss()(X, LABELS, token_weight=torch.tensor(1.0)),
-    "must be in the range of int64, got 9223": lambda: hl.multi_token_targets(LABELS, 1, ignore_index=1 << 63),
-    "metrics must have distinct names, got .'accuracy', 'accuracy'.": lambda: hl.HeadLoss(metrics=("accuracy",) * 2),
+    "token_weight must have shape": lambda: hl.CausalLMLoss()(
+        X, LABELS, token_weight=torch.tensor(1.0)
+    ),
+    "must be in the range of int64, got 9223": lambda: hl.multi_token_targets(
+        LABELS, 1, ignore_index=1 << 63
+    ),
+    "metrics must have distinct names, got .'accuracy', 'accuracy'.": lambda: hl.HeadLoss(
+        metrics=("accuracy",) * 2
+    ),
     "upstream must be other than 0 and finite in fp32, got 0": lambda: hl.Linear(upstream=0),
-    "denominator must be at least 0 and a number that fp32 holds, got -1": lambda: with_head(denominator=-1),
-    "denominator must be at least 0 and a number that fp32 holds, got inf": lambda: with_head(denominator=math.inf),
-    "denominator must be at least 0 and a number that fp32 holds": lambda: with_head(denominator=10**400),
+    "denominator must be at least 0 and a number that fp32 holds, got -1": lambda: with_head(
+        denominator=-1
+    ),
+    "denominator must be at least 0 and a number that fp32 holds, got inf": lambda: with_head(
+        denominator=math.inf
+    ),
+    "denominator must be at least 0 and a number that fp32 holds": lambda: with_head(
+        denominator=10**400
+    ),
     "weight must be finite in fp32, got 1000": lambda: hl.Term("mine", len, weight=10**400),
-    "'target_logit', 'valid'\\) are always there": lambda: hl.vocab_statistics(ROW, want=("log_prob",)),
-    r"labels must have shape \[2, 3\] of the sets, got \[3\]": lambda: SETS.contains(torch.zeros(3).long()),
-    "weight gets no gradient: pass weight.detach": lambda: hl.Term("mine", len, torch.ones((), requires_grad=True)),
-    r"clip must be \(low, high\) with 0 <= low <= 1": lambda: hl.PolicyGradient("clip", clip=(-0.2, 0.2)),
-    r"got \(0.8, 1.28\), which look like bounds of the ratio r": lambda: hl.PolicyGradient("clip", clip=(0.8, 1.28)),
-    r"dual_clip must be at least 1 \+ 0.2, .* got 1.1": lambda: hl.PolicyGradient("clip", dual_clip=1.1),
-    "dual_clip must be at least 1 \\+ 0.2, where the clip ends, got 0.1": lambda: hl.PolicyMetrics(dual_clip=0.1),
-    "gradient='forward' is for logits": lambda: hl.linear_vocab_statistics(STATES, WEIGHT, options=FORWARD),
-    r"are these logits one rank's columns\? Then pass": lambda: hl.vocab_statistics(X[:, :4], LABELS, options=CHECK),
+    "'target_logit', 'valid'\\) are always there": lambda: hl.vocab_statistics(
+        ROW, want=("log_prob",)
+    ),
+    r"labels must have shape \[2, 3\] of the sets, got \[3\]": lambda: SETS.contains(
+        torch.zeros(3).long()
+    ),
+    "weight gets no gradient: pass weight.detach": lambda: hl.Term(
+        "mine", len, torch.ones((), requires_grad=True)
+    ),
+    r"clip must be \(low, high\) with 0 <= low <= 1": lambda: hl.PolicyGradient(
+        "clip", clip=(-0.2, 0.2)
+    ),
+    r"got \(0.8, 1.28\), which look like bounds of the ratio r": lambda: hl.PolicyGradient(
+        "clip", clip=(0.8, 1.28)
+    ),
+    r"dual_clip must be at least 1 \+ 0.2, .* got 1.1": lambda: hl.PolicyGradient(
+        "clip", dual_clip=1.1
+    ),
+    "dual_clip must be at least 1 \\+ 0.2, where the clip ends, got 0.1": lambda: hl.PolicyMetrics(
+        dual_clip=0.1
+    ),
+    "gradient='forward' is for logits": lambda: hl.linear_vocab_statistics(
+        STATES, WEIGHT, options=FORWARD
+    ),
+    r"are these logits one rank's columns\? Then pass": lambda: hl.vocab_statistics(
+        X[:, :4], LABELS, options=CHECK
+    ),
 }
 
 
@@ -123,7 +188,8 @@ def test_wrong_arguments_are_named_and_the_message_says_what_to_do(words):
 def test_swapped_hidden_states_and_weight_are_named():
     hidden, weight, labels = torch.zeros(2, 8), torch.zeros(4, 8), torch.tensor([0, 1])
     with pytest.raises(
-        ValueError, match=r"hidden states must be \[\*\[2\], H\] .* got \[4, 8\] .are hidden states and w"
+        ValueError,
+        match=r"hidden states must be \[\*\[2\], H\] .* got \[4, 8\] .are hidden states and w",
     ):
         hl.HeadLoss().linear(weight, hidden, labels)
     with pytest.raises(ValueError, match="labels must have shape"):  # of other tokens
@@ -148,7 +214,9 @@ def test_one_term_and_one_metric_need_no_list():
 def test_input_names_are_what_a_call_needs():
     own = hl.Term("soft", lambda stats, weights: -(weights * stats.log_probs_at).sum(-1), 1.0, ("log_probs_at",),
                   inputs=("weights",))  # fmt: skip
-    head = hl.HeadLoss([hl.PolicyGradient("reinforce", over="sets"), own], reduction="seq-mean-token-mean")
+    head = hl.HeadLoss(
+        [hl.PolicyGradient("reinforce", over="sets"), own], reduction="seq-mean-token-mean"
+    )
     assert head.input_names == {"advantages", "sets", "ids", "weights", "sequences"}
     labels = torch.tensor([[1, 2]])
     with pytest.raises(ValueError, match=re.escape(f"inputs must be {sorted(head.input_names)}")):
@@ -162,11 +230,14 @@ def test_numbers_of_numpy_are_numbers():
     transform = hl.Transform(temperature=numpy.float32(2.0), scale=numpy.float32(1.0))
     head = hl.HeadLoss([hl.CrossEntropy(numpy.float32(1.0))], ignore_index=numpy.int64(-100))
     ours = head(x, labels, shard=shard, transform=transform, denominator=numpy.int64(4)).loss
-    assert torch.equal(ours, hl.HeadLoss()(x, labels, transform=hl.Transform(temperature=2.0), denominator=4).loss)
+    assert torch.equal(
+        ours, hl.HeadLoss()(x, labels, transform=hl.Transform(temperature=2.0), denominator=4).loss
+    )
 
 
 def test_a_call_after_an_equal_one_is_still_checked():
-    """Checks are remembered by what they read, and neither attributes nor denominators are part of that."""
+    """Checks are remembered by what they read, and neither attributes nor denominators are part of
+    that."""
     x, labels = rows("cpu")
     head, whole = hl.HeadLoss(), hl.VocabShard(0, V, V)
     for _ in range(2):
@@ -177,8 +248,16 @@ def test_a_call_after_an_equal_one_is_still_checked():
         "labels": (dict(labels=labels.float()), TypeError, "labels must be int64 or int32"),
         "tokens": (dict(labels=labels[1:]), ValueError, "labels must have shape"),
         "shard": (dict(shard=V), TypeError, "shard must be a VocabShard"),
-        "denominator": (dict(denominator=torch.ones(2)), ValueError, r"denominator must have shape \[\], got \[2\]"),
-        "meta": (dict(denominator=torch.ones((), device="meta")), ValueError, "denominator must be on .* got meta"),
+        "denominator": (
+            dict(denominator=torch.ones(2)),
+            ValueError,
+            r"denominator must have shape \[\], got \[2\]",
+        ),
+        "meta": (
+            dict(denominator=torch.ones((), device="meta")),
+            ValueError,
+            "denominator must be on .* got meta",
+        ),
     }
     for kwargs, kind, match in bad.values():
         with pytest.raises(kind, match=match):
@@ -202,7 +281,9 @@ def test_inputs_of_a_call_after_an_equal_one_are_still_checked():
     sequences = hl.Sequences.from_mask(labels >= 0)
     by_sequence = {"old": old[:, 0], "sequences": sequences}
     spread = {"old": old[:, :1].expand_as(old)}
-    assert torch.equal(head(x, labels, inputs=by_sequence).loss, head(x, labels, inputs=spread).loss)
+    assert torch.equal(
+        head(x, labels, inputs=by_sequence).loss, head(x, labels, inputs=spread).loss
+    )
     bad = {
         "missing": ({}, ValueError, r"missing \['old'\]"),
         "another name": ({"new": old}, ValueError, r"missing \['old'\]; unused \['new'\]"),
@@ -226,7 +307,8 @@ def test_logits_whose_sign_is_not_in_memory(options, device):
     head = hl.HeadLoss([hl.CrossEntropy(), hl.Distillation()], options=options)
     losses = [head(y, labels, inputs={"teacher": t}).loss for y, t in zip((x, views[0]), teachers)]
     assert torch.equal(*losses)
-    known, like = hl.HeadLoss(options=options), torch.complex(torch.zeros_like(x), x).imag  # strides of the view
+    # strides of the view
+    known, like = hl.HeadLoss(options=options), torch.complex(torch.zeros_like(x), x).imag
     assert like.stride() == views[0].stride() and not like.is_neg()
     assert torch.equal(*(known(y, labels).loss for y in (like, views[0])))
 
@@ -234,7 +316,10 @@ def test_logits_whose_sign_is_not_in_memory(options, device):
 def test_want_is_a_tuple_of_names_that_have_a_field(device):
     x, labels = rows(device)
     weight = torch.eye(V, device=device)[:16]
-    for call in (hl.vocab_statistics, lambda x, y, want: hl.linear_vocab_statistics(x, weight, y % 16, want=want)):
+    for call in (
+        hl.vocab_statistics,
+        lambda x, y, want: hl.linear_vocab_statistics(x, weight, y % 16, want=want),
+    ):
         assert call(x, labels.clamp(min=0), want=(name for name in ["entropy"])).entropy is not None
         for want in ("entropy", [["entropy"]], None):
             with pytest.raises(TypeError, match="want must be a tuple of names"):
@@ -260,7 +345,8 @@ def test_temperatures_that_are_none_are_nan(options, device):
 
 
 class Quantised(torch.Tensor):
-    """A weight of int8 with one scale, as libraries of quantisation have them: a subclass without memory."""
+    """A weight of int8 with one scale, as libraries of quantisation have them: a subclass without
+    memory."""
 
     @staticmethod
     def __new__(cls, values, scale, dequantizes=True, requires_grad=False):
@@ -294,7 +380,10 @@ class Named(torch.Tensor):
 
 
 def test_subclasses_are_what_they_stand_for_or_refused(device):
-    hidden, labels = torch.randn(6, 8, device=device, requires_grad=True), torch.arange(6, device=device)
+    hidden, labels = (
+        torch.randn(6, 8, device=device, requires_grad=True),
+        torch.arange(6, device=device),
+    )
     values = torch.randint(-90, 90, (16, 8), dtype=torch.int8, device=device)
     whole, found = (values * 0.1).float(), []
     for weight in (whole, Quantised(values, 0.1), whole.as_subclass(Named), torch.nn.Buffer(whole)):
@@ -306,7 +395,9 @@ def test_subclasses_are_what_they_stand_for_or_refused(device):
         found.append((hidden.grad.clone(), top.log_probs, taught.loss.detach()))
     assert all(torch.equal(a, b) for one in found[1:] for a, b in zip(found[0], one))
     logits = Quantised(torch.randint(-9, 9, (6, 16), dtype=torch.int8, device=device), 0.1)
-    assert torch.equal(hl.HeadLoss()(logits, labels).loss, hl.HeadLoss()(logits.dequantize(), labels).loss)
+    assert torch.equal(
+        hl.HeadLoss()(logits, labels).loss, hl.HeadLoss()(logits.dequantize(), labels).loss
+    )
     calls = (
         lambda x: hl.HeadLoss().linear(hidden, x, labels),
         lambda x: hl.HeadLoss().linear(hidden, whole, labels, bias=x),
@@ -321,7 +412,9 @@ def test_subclasses_are_what_they_stand_for_or_refused(device):
         whole.as_subclass(Doubled),
     ):
         for call in calls:
-            with pytest.raises(TypeError, match=r"tensor that requires no gradient, got a .*(Quantised|Doubled)"):
+            with pytest.raises(
+                TypeError, match=r"tensor that requires no gradient, got a .*(Quantised|Doubled)"
+            ):
                 call(wrong)
 
 
@@ -332,5 +425,7 @@ def test_the_ranks_of_a_local_tensor_are_not_one_tensor():
 
 
 def test_operands_on_meta_have_results_on_meta():
-    found = hl.topk_log_probs(torch.zeros(2, 8, device="meta"), 2, weight=torch.zeros(V, 8, device="meta"))
+    found = hl.topk_log_probs(
+        torch.zeros(2, 8, device="meta"), 2, weight=torch.zeros(V, 8, device="meta")
+    )
     assert found.ids.is_meta and found.ids.shape == (2, 2)

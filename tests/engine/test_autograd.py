@@ -1,5 +1,5 @@
-"""The contract with autograd: nothing for what no loss used, first derivatives only, hooks, autocast. Repeated
-backwards and checkpointing are in tests/promises/test_generated.py."""
+"""The contract with autograd: nothing for what no loss used, first derivatives only, hooks,
+autocast. Repeated backwards and checkpointing are in tests/promises/test_generated.py."""
 
 import pytest
 import torch
@@ -19,7 +19,9 @@ def test_a_statistic_that_no_loss_used_is_not_differentiated(monkeypatch, backen
 
     monkeypatch.setattr(module, "logits_gradient", spy)
     x, labels = rows(device)
-    stats = hl.vocab_statistics(x.requires_grad_(), labels, want=WANT, options=hl.Options(backend=backend))
+    stats = hl.vocab_statistics(
+        x.requires_grad_(), labels, want=WANT, options=hl.Options(backend=backend)
+    )
     stats.log_prob.sum().backward()
     assert seen == [["log_prob"]]
 
@@ -27,7 +29,9 @@ def test_a_statistic_that_no_loss_used_is_not_differentiated(monkeypatch, backen
 def test_the_gradients_of_statistics_alone_add_up_to_that_of_their_sum(options, device):
     x, labels = rows(device)
     names, teacher = ("entropy", "collision", "total", "jsd"), hl.Teacher(torch.randn_like(x))
-    stats = hl.vocab_statistics(x.requires_grad_(), labels, want=names, teacher=teacher, options=options)
+    stats = hl.vocab_statistics(
+        x.requires_grad_(), labels, want=names, teacher=teacher, options=options
+    )
     values = [getattr(stats, name).sum() for name in ("lse", "log_prob", *names)]
     parts = [torch.autograd.grad(value, x, retain_graph=True)[0] for value in values]
     torch.testing.assert_close(torch.autograd.grad(sum(values), x)[0], sum(parts))
@@ -39,7 +43,9 @@ def test_a_bad_label_is_nan_in_gradients_that_have_no_factor_of_the_softmax(name
     x, labels = rows(device)
     labels[0] = V
     teacher = hl.Teacher(torch.randn_like(x)) if name == "jsd" else None
-    stats = hl.vocab_statistics(x.requires_grad_(), labels, want=(name,), teacher=teacher, options=options)
+    stats = hl.vocab_statistics(
+        x.requires_grad_(), labels, want=(name,), teacher=teacher, options=options
+    )
     (gradient,) = torch.autograd.grad(getattr(stats, name).sum(), x)
     assert gradient[0].isnan().all() and not gradient[1:].isnan().any()
 
@@ -57,7 +63,9 @@ def test_no_grad_saves_nothing(options, device):
 
 SECOND = {  # name -> what differentiates a gradient of loss(w) again
     "a penalty": lambda loss, w: torch.autograd.grad(loss(w) + first(loss, w).square().sum(), w),
-    "inputs of backward": lambda loss, w: (loss(w) + first(loss, w).square().sum()).backward(inputs=[w]),
+    "inputs of backward": lambda loss, w: (loss(w) + first(loss, w).square().sum()).backward(
+        inputs=[w]
+    ),
     "backward": lambda loss, w: first(loss, w).sum().backward(),
     "hessian": torch.autograd.functional.hessian,
     "hvp": lambda loss, w: torch.autograd.functional.hvp(loss, w, torch.ones_like(w)),
@@ -74,7 +82,10 @@ def first(loss, w):
 def test_a_second_derivative_is_refused_however_it_is_asked_for(how, head, device):
     torch.manual_seed(0)
     backend = "triton" if how == "a penalty" else "torch"  # it is refused above both
-    hidden, labels = torch.randn(5, 6, device=device), torch.tensor([1, 2, 3, 4, -100], device=device)
+    hidden, labels = (
+        torch.randn(5, 6, device=device),
+        torch.tensor([1, 2, 3, 4, -100], device=device),
+    )
     head_loss = hl.HeadLoss([hl.CrossEntropy(), hl.ZLoss(0.1)], options=hl.Options(backend=backend))
 
     def loss(w):
@@ -85,27 +96,45 @@ def test_a_second_derivative_is_refused_however_it_is_asked_for(how, head, devic
     w = torch.randn(9, 6, device=device, requires_grad=True)
     with pytest.raises(RuntimeError, match="has first derivatives only"):
         SECOND[how](loss, w)
-    if head != "one_sweep":  # which does not know what its gradients depend on, and refuses create_graph itself
+    # which does not know what its gradients depend on, and refuses create_graph itself
+    if head != "one_sweep":
         assert torch.equal(first(loss, w), torch.autograd.grad(loss(w), w)[0])
 
 
 def losses_of_all_kinds(backend, device):
-    """Functions of logits [N, V], or of hidden states and a weight, that save tensors of each kind."""
+    """Functions of logits [N, V], or of hidden states and a weight, that save tensors of each
+    kind."""
     x, labels = rows(device)
     options, teacher = hl.Options(backend=backend), {"teacher": hl.Teacher(torch.randn_like(x))}
     ids = torch.stack([labels.clamp(min=0), *(torch.full_like(labels, k) for k in (7, 300))], 1)
-    entries = {"teacher": hl.TopKTeacher(ids, torch.rand(N, 3, device=device).log_softmax(-1) - 0.5, renormalize=False)}
-    transform = hl.Transform(torch.randn(V, device=device), 1.5, 4.0, torch.rand(N, device=device) + 0.5)
+    entries = {
+        "teacher": hl.TopKTeacher(
+            ids, torch.rand(N, 3, device=device).log_softmax(-1) - 0.5, renormalize=False
+        )
+    }
+    transform = hl.Transform(
+        torch.randn(V, device=device), 1.5, 4.0, torch.rand(N, device=device) + 0.5
+    )
     plain = hl.HeadLoss([hl.CrossEntropy(), hl.ZLoss(0.1)], options=options)
     tail = hl.HeadLoss([hl.CrossEntropy(), hl.TopKDistillation(support="tail")], options=options)
     jsd = hl.HeadLoss(
-        [hl.CrossEntropy(label_smoothing=0.1), hl.Distillation(1.0, "jsd"), hl.Entropy(0.1)], options=options
+        [hl.CrossEntropy(label_smoothing=0.1), hl.Distillation(1.0, "jsd"), hl.Entropy(0.1)],
+        options=options,
     )
 
     def of_statistics(x):
-        given = {"sets": hl.IdSets(ids), "ids": ids, "want": ("set_entropy", "log_probs_at", "total")}
+        given = {
+            "sets": hl.IdSets(ids),
+            "ids": ids,
+            "want": ("set_entropy", "log_probs_at", "total"),
+        }
         stats = hl.vocab_statistics(x, labels, transform=transform, options=options, **given)
-        return stats.log_prob.sum() + stats.set_entropy.sum() + (stats.log_probs_at * ids).sum() + stats.total.sum()
+        return (
+            stats.log_prob.sum()
+            + stats.set_entropy.sum()
+            + (stats.log_probs_at * ids).sum()
+            + stats.total.sum()
+        )
 
     kinds = {
         "statistics": of_statistics,
@@ -144,10 +173,13 @@ def test_hooks_may_change_the_strides_of_what_is_saved(kind, backend, device):
     def all_but_inputs(x):
         return x if x.shape == (N, V) or not x.is_floating_point() else with_gaps(x)
 
-    for unpack in (lambda x: x, with_gaps, transposed, all_but_inputs) * (2 if kind == "prepared" else 1):
+    for unpack in (lambda x: x, with_gaps, transposed, all_but_inputs) * (
+        2 if kind == "prepared" else 1
+    ):
         found = gradients(unpack)
         expected = torch.autograd.grad(loss(*leaves), leaves)
-        tolerance = {"rtol": 1e-5, "atol": 1e-6} if len(leaves) == 2 else {"rtol": 0, "atol": 0}  # of a GEMM, or none
+        # of a GEMM, or none
+        tolerance = {"rtol": 1e-5, "atol": 1e-6} if len(leaves) == 2 else {"rtol": 0, "atol": 0}
         torch.testing.assert_close(found, expected, **tolerance)
 
 
@@ -172,7 +204,9 @@ def test_autocast_changes_nothing(options, device):
         assert torch.equal(head(x, labels).loss, plain) and plain.dtype == torch.float32
 
 
-def test_a_failure_after_the_kernel_leaves_no_gradient_for_a_second_backward(backend, device, monkeypatch):
+def test_a_failure_after_the_kernel_leaves_no_gradient_for_a_second_backward(
+    backend, device, monkeypatch
+):
     """With inplace=True the logits are no longer the logits then."""
     module, (x, labels) = load_backend(backend), rows(device)
     original = module.logits_gradient
@@ -183,7 +217,9 @@ def test_a_failure_after_the_kernel_leaves_no_gradient_for_a_second_backward(bac
 
     monkeypatch.setattr(module, "logits_gradient", failing)
     local = x.clone().requires_grad_()
-    loss = hl.vocab_statistics(local * 1.0, labels, options=hl.Options(backend=backend, inplace=True)).log_prob.sum()
+    loss = hl.vocab_statistics(
+        local * 1.0, labels, options=hl.Options(backend=backend, inplace=True)
+    ).log_prob.sum()
     with pytest.raises(MemoryError):
         loss.backward(retain_graph=True)
     monkeypatch.undo()
@@ -196,12 +232,18 @@ def test_what_was_made_in_inference_mode_is_named(name):
     """Where autograd has to save it; a call without gradient takes it."""
     x, labels = torch.randn(3, 5), torch.tensor([0, 1, 2])
     with torch.inference_mode():
-        given = {"labels": labels + 0, "token_weight": torch.ones(3), "inputs.teacher.logits": torch.randn(3, 5)}[name]
+        given = {
+            "labels": labels + 0,
+            "token_weight": torch.ones(3),
+            "inputs.teacher.logits": torch.randn(3, 5),
+        }[name]
     given = {"inputs": {"teacher": hl.Teacher(given)}} if "teacher" in name else {name: given}
     given, terms = {"labels": labels} | given, [hl.Distillation(1.0)] if "inputs" in given else None
     head = hl.HeadLoss(terms)
     for _ in range(2):  # a call of a known kind, too
         assert head(x, **given).loss.isfinite()
-        with pytest.raises(ValueError, match=rf"^{name} must be tensors that autograd can save, got .*\.clone\(\)"):
+        with pytest.raises(
+            ValueError, match=rf"^{name} must be tensors that autograd can save, got .*\.clone\(\)"
+        ):
             head(x.requires_grad_(), **given)
         x = x.detach()

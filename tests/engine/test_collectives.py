@@ -1,4 +1,5 @@
-"""Costs of a call: one collective and one reading of the logits forward, no collective and one reading backward."""
+"""Costs of a call: one collective and one reading of the logits forward, no collective and one
+reading backward."""
 
 from collections import Counter
 
@@ -9,7 +10,15 @@ from collectives import counted_collectives
 from logits_problem import V, policy_head, policy_inputs, rows
 from ranks import on_ranks
 
-from tp_headloss import CrossEntropy, Entropy, HeadLoss, Options, VocabShard, ZLoss, vocab_statistics
+from tp_headloss import (
+    CrossEntropy,
+    Entropy,
+    HeadLoss,
+    Options,
+    VocabShard,
+    ZLoss,
+    vocab_statistics,
+)
 from tp_headloss.engine import sums_triton
 from tp_headloss.engine.backend import load_backend
 
@@ -19,7 +28,9 @@ def collectives_run(group, device, transport, requires_grad, backend):
     x, labels = rows(device)
     local = x[:, shard.start : shard.stop].clone().requires_grad_(requires_grad)
     terms = [CrossEntropy(label_smoothing=0.1), ZLoss(1e-4), Entropy(0.01)]
-    head = HeadLoss(terms, metrics=("entropy",), options=Options(backend=backend, transport=transport))
+    head = HeadLoss(
+        terms, metrics=("entropy",), options=Options(backend=backend, transport=transport)
+    )
     with counted_collectives() as forward:
         out = head(local, labels, shard=shard)
     with counted_collectives() as backward:
@@ -31,10 +42,19 @@ def collectives_run(group, device, transport, requires_grad, backend):
 def policy_collectives_run(group, device, backend):
     shard = VocabShard.from_group(group, V)
     x, labels = rows(device)
-    local, labels = x[:, shard.start : shard.stop].clone().view(2, -1, shard.width).requires_grad_(), labels.view(2, -1)
-    inputs, head = policy_inputs(labels), policy_head(options=Options(backend=backend, transport="gather"))
+    local, labels = (
+        x[:, shard.start : shard.stop].clone().view(2, -1, shard.width).requires_grad_(),
+        labels.view(2, -1),
+    )
+    inputs, head = (
+        policy_inputs(labels),
+        policy_head(options=Options(backend=backend, transport="gather")),
+    )
     module, calls = load_backend(backend), Counter()
-    kept = {name: getattr(module, name) for name in ("local_statistics", "merge_packets", "logits_gradient")}
+    kept = {
+        name: getattr(module, name)
+        for name in ("local_statistics", "merge_packets", "logits_gradient")
+    }
     try:
         for name, function in kept.items():
             setattr(module, name, lambda *a, f=function, n=name: (calls.update([n]), f(*a))[1])
@@ -57,7 +77,10 @@ def test_policy_gradients_with_every_metric_cost_one_collective_and_the_same_ker
 @pytest.mark.parametrize("transport", ["gather", "sum"])
 def test_one_collective_forward_or_two_sums_and_none_backward(transport, requires_grad, backend):
     for forward, backward in on_ranks(2, collectives_run, transport, requires_grad, backend):
-        assert sum(forward.values()) == 1 + (transport == "sum") and not backward, (forward, backward)
+        assert sum(forward.values()) == 1 + (transport == "sum") and not backward, (
+            forward,
+            backward,
+        )
         assert ("gather" if transport == "gather" else "reduce") in next(iter(forward))
 
 

@@ -14,7 +14,8 @@ from tp_headloss.statistics import AT_IDS, FULL_TEACHER, OVER_SETS, TOPK_TEACHER
 
 
 def compiled_run(group, device, backend):
-    """By the fraction of tokens that are ignored, of a step that is compiled once: what is eager, and what is not."""
+    """By the fraction of tokens that are ignored, of a step that is compiled once: what is eager,
+    and what is not."""
     shard = hl.VocabShard.from_group(group, V)
     x, own = rows(device)
     terms = [hl.CrossEntropy(label_smoothing=0.1), hl.ZLoss(1e-3), hl.Entropy(0.1)]
@@ -22,7 +23,9 @@ def compiled_run(group, device, backend):
     temperature = torch.linspace(0.5, 2, N, device=device)
 
     def step(logits, labels):
-        out = head(logits * 1.0, labels, shard=shard, transform=hl.Transform(temperature=temperature))
+        out = head(
+            logits * 1.0, labels, shard=shard, transform=hl.Transform(temperature=temperature)
+        )
         return out.loss, out.metrics["accuracy"], out.stats.entropy
 
     compiled, results = torch.compile(step, fullgraph=True, backend="aot_eager"), []
@@ -41,12 +44,14 @@ def compiled_run(group, device, backend):
 def test_compiled_without_graph_breaks_equals_eager(world_size, backend):
     for found in on_ranks(world_size, compiled_run, backend):
         for eager, compiled in found:
-            assert torch.equal(eager[2], compiled[2])  # the statistics; sums are added up in another order
+            # the statistics; sums are added up in another order
+            assert torch.equal(eager[2], compiled[2])
             torch.testing.assert_close(compiled, eager, rtol=1e-6, atol=1e-7)
 
 
 def compiled_means(group, device):
-    """Loss and means of a step on 2 by 2 ranks of data and tensor parallelism, eager and compiled."""
+    """Loss and means of a step on 2 by 2 ranks of data and tensor parallelism, eager and
+    compiled."""
     mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("dp", "tp"))
     shard, head = hl.VocabShard.from_mesh(mesh, V, "tp"), hl.HeadLoss(metrics="accuracy")
     x, labels = (part[mesh.get_local_rank("dp") :: 2] for part in rows(device))
@@ -55,7 +60,10 @@ def compiled_means(group, device):
         out = head(logits, labels, shard=shard)
         return out.loss, out.means(), hl.mean_metrics(out, mesh.get_group(over))
 
-    compiled, local = torch.compile(step, fullgraph=True, backend="aot_eager"), x[:, shard.start : shard.stop]
+    compiled, local = (
+        torch.compile(step, fullgraph=True, backend="aot_eager"),
+        x[:, shard.start : shard.stop],
+    )
     results = [function(local, "dp") for function in (step, compiled)]
     with pytest.raises(Exception, match="different tokens, got the group of a VocabShard"):
         compiled(local, "tp")
@@ -74,7 +82,9 @@ def test_a_loss_of_own_functions_made_in_a_compiled_function_equals_eager(device
 
     def step(x):
         own = hl.Term("own", lambda stats, scale: -scale * stats.log_prob, inputs=("scale",))
-        head = hl.HeadLoss([own, hl.ZLoss(0.1)], metrics=hl.Metric(lambda stats: {"lse": stats.lse}))
+        head = hl.HeadLoss(
+            [own, hl.ZLoss(0.1)], metrics=hl.Metric(lambda stats: {"lse": stats.lse})
+        )
         out = head(x, labels, inputs={"scale": x.detach()[:, 0]})
         return out.loss, out.metrics["lse"]
 
@@ -91,7 +101,11 @@ def test_compile_of_the_terms_is_left_to_an_outer_compilation(made, device):
     smoothed = hl.HeadLoss(terms, metrics=hl.TopKAccuracy(2), compile=True)
 
     def step(x):
-        head = hl.HeadLoss(terms, metrics=hl.TopKAccuracy(2), compile=True) if made == "within" else smoothed
+        head = (
+            hl.HeadLoss(terms, metrics=hl.TopKAccuracy(2), compile=True)
+            if made == "within"
+            else smoothed
+        )
         out = head(x, labels)
         return out.loss, out.means()
 
@@ -106,7 +120,10 @@ def test_inductor_compiles_the_loss_of_changing_batch_sizes(device):
     head = hl.HeadLoss([hl.CrossEntropy(), hl.ZLoss(1e-3)])
     compiled = torch.compile(lambda x, y: head(x, y).loss, fullgraph=True, dynamic=True)
     for n in (5, 8, 13):
-        x, y = torch.randn(n, 64, device=device, requires_grad=True), torch.randint(0, 64, (n,), device=device)
+        x, y = (
+            torch.randn(n, 64, device=device, requires_grad=True),
+            torch.randint(0, 64, (n,), device=device),
+        )
         (grad,) = torch.autograd.grad(compiled(x, y), x)
         (expected,) = torch.autograd.grad(head(x, y).loss, x)
         torch.testing.assert_close(grad, expected)
@@ -133,8 +150,15 @@ def test_sets_of_any_size_take_one_graph(device):
 def test_sets_and_teachers_made_in_a_compiled_function_equal_eager(made, options, device):
     x, labels = (part[:3] for part in rows(device))
     ids = torch.stack([labels, labels.roll(1), torch.full_like(labels, 7)], 1)
-    offsets, log_probs = torch.tensor([0, 3, 5, 9], device=device), torch.full((3, 3), -1.5, device=device)
-    terms = [hl.CrossEntropy(), hl.TopKDistillation(0.5, "jsd", "vocabulary"), hl.TopKDistillation(0.5)]
+    offsets, log_probs = (
+        torch.tensor([0, 3, 5, 9], device=device),
+        torch.full((3, 3), -1.5, device=device),
+    )
+    terms = [
+        hl.CrossEntropy(),
+        hl.TopKDistillation(0.5, "jsd", "vocabulary"),
+        hl.TopKDistillation(0.5),
+    ]
     head = hl.HeadLoss(terms, metrics=("topk_log_mass",), options=options)
 
     def step(x, ids, offsets, log_probs):
@@ -168,8 +192,16 @@ def test_operators_are_registered_consistently(device):
     in_sets = *[None] * 4, *operators.known_sets(*of_sets), None
     teacher, sets = hl.TopKTeacher(ids, log_probs), {"sets": hl.IdSets(ids)}
     for given, names, rest in (
-        ({"teacher": hl.Teacher(torch.randn_like(x))}, FULL_TEACHER, (torch.randn_like(x), scales, *[None] * 6)),
-        ({"teacher": teacher}, TOPK_TEACHER, (None, scales, *operators.entries(*of_entries), *[None] * 4)),
+        (
+            {"teacher": hl.Teacher(torch.randn_like(x))},
+            FULL_TEACHER,
+            (torch.randn_like(x), scales, *[None] * 6),
+        ),
+        (
+            {"teacher": teacher},
+            TOPK_TEACHER,
+            (None, scales, *operators.entries(*of_entries), *[None] * 4),
+        ),
         (sets, OVER_SETS, (*in_sets, None)),
         ({"ids": ids}, AT_IDS, (*[None] * 7, ids.int())),
         (sets | {"ids": ids}, (*OVER_SETS, *AT_IDS), (*in_sets, ids.int())),
@@ -181,8 +213,13 @@ def test_operators_are_registered_consistently(device):
         merged = operators.statistics(*inputs, *request.facts)[0]
         upstream = [name in ("log_prob", *names) for name in request.layout.gradients]
         shapes = [(N, 5) if name in AT_IDS else (N,) for name in request.layout.gradients]
-        grads = [torch.randn(shape, device=device) if given else None for shape, given in zip(shapes, upstream)]
-        torch.library.opcheck(operators.logits_gradient.default, (*inputs, merged, grads, *request.facts), **checks)
+        grads = [
+            torch.randn(shape, device=device) if given else None
+            for shape, given in zip(shapes, upstream)
+        ]
+        torch.library.opcheck(
+            operators.logits_gradient.default, (*inputs, merged, grads, *request.facts), **checks
+        )
 
 
 def policy_step(head, x, labels, inputs):
@@ -194,7 +231,8 @@ def policy_step(head, x, labels, inputs):
 
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 def test_compiled_terms_equal_eager_ones(compiler, options, device, monkeypatch):
-    """Of another shape, too; aot_eager runs the same operations, so only their sums' order could differ."""
+    """Of another shape, too; aot_eager runs the same operations, so only their sums' order could
+    differ."""
     if compiler == "aot_eager":
         compile = torch.compile
         monkeypatch.setattr(torch, "compile", lambda f: compile(f, backend="aot_eager"))
@@ -214,7 +252,9 @@ def test_every_objective_compiles_to_what_it_is_in_eager(device):
     inputs = policy_inputs(labels) | {"advantages": torch.tensor([[1.0], [-0.5]], device=device)}
     inputs["noise"] = torch.rand(labels.shape, device=device)
     inputs["old_log_prob"] = inputs["old_log_prob"] - 7
-    terms = [hl.PolicyGradient(name) for name in ("clip", "cispo", "sapo", "gmpo", "vespo", "kl-cov")]
+    terms = [
+        hl.PolicyGradient(name) for name in ("clip", "cispo", "sapo", "gmpo", "vespo", "kl-cov")
+    ]
     terms.append(hl.PolicyGradient("clip-cov", fraction=0.3, bounds=(-9.0, 9.0)))
     results = []
     for compile in (False, True):
@@ -247,13 +287,22 @@ def test_a_policy_loss_compiles_without_graph_breaks(device):
 
     local = x.view(2, -1, V).clone().requires_grad_()
     loss = torch.compile(step, fullgraph=True, backend="aot_eager")(local)
-    torch.testing.assert_close((loss.detach(), *torch.autograd.grad(loss, local)), eager, rtol=2e-5, atol=1e-6)
+    torch.testing.assert_close(
+        (loss.detach(), *torch.autograd.grad(loss, local)), eager, rtol=2e-5, atol=1e-6
+    )
 
 
 def drawn(x):
     rule, positions = hl.SamplingRule(top_k=9, top_p=0.9), torch.arange(len(x), device=x.device)
-    draw, kept = hl.sample(x * 2.0, seed=3, positions=positions, rule=rule), hl.kept_ids(x * 2.0, rule)
-    return draw.ids + 1, draw.log_probs * 2.0, *(t + 1 for t in (draw.sets.ids, draw.sets.spans, kept.ids, kept.spans))
+    draw, kept = (
+        hl.sample(x * 2.0, seed=3, positions=positions, rule=rule),
+        hl.kept_ids(x * 2.0, rule),
+    )
+    return (
+        draw.ids + 1,
+        draw.log_probs * 2.0,
+        *(t + 1 for t in (draw.sets.ids, draw.sets.spans, kept.ids, kept.spans)),
+    )
 
 
 def test_a_draw_breaks_the_graph_of_what_is_around_it_and_is_the_same(device):

@@ -1,4 +1,5 @@
-"""Claims that only a GPU can test: bits, memory, sizes beyond 2^31, compilation. Deselected without one."""
+"""Claims that only a GPU can test: bits, memory, sizes beyond 2^31, compilation. Deselected without
+one."""
 
 import pytest
 import torch
@@ -21,7 +22,8 @@ def saved_run(group, device):
 
 
 def test_bits_are_the_same_at_every_group_size(tmp_path):
-    """Statistics and gradient of one GPU, saved, against those of every larger group that there are GPUs for."""
+    """Statistics and gradient of one GPU, saved, against those of every larger group that there are
+    GPUs for."""
     ((stats, grad, _),) = on_ranks(1, saved_run)
     torch.save((stats, grad), tmp_path / "one.pt")
     stats, grad = torch.load(tmp_path / "one.pt")
@@ -41,7 +43,9 @@ def test_memory_above_the_inputs_is_one_gradient_or_none(inplace):
     for _ in range(2):
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        stats = hl.vocab_statistics(logits, labels, want=("entropy",), options=hl.Options(inplace=inplace))
+        stats = hl.vocab_statistics(
+            logits, labels, want=("entropy",), options=hl.Options(inplace=inplace)
+        )
         forward = torch.cuda.max_memory_allocated() - before
         (grad,) = torch.autograd.grad(stats.log_prob.sum() + stats.entropy.sum(), logits)
         peak = torch.cuda.max_memory_allocated() - before
@@ -65,8 +69,12 @@ def test_sizes_beyond_2_to_the_31_are_right(n, v):
     for row in (0, n // 2, n - 2, n - 1):
         x = logits.detach()[row].double()
         log_p = x.log_softmax(-1)
-        torch.testing.assert_close(stats.log_prob[row].double(), log_p[labels[row]], rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(stats.entropy[row].double(), -(log_p.exp() * log_p).sum(), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            stats.log_prob[row].double(), log_p[labels[row]], rtol=1e-6, atol=1e-6
+        )
+        torch.testing.assert_close(
+            stats.entropy[row].double(), -(log_p.exp() * log_p).sum(), rtol=1e-6, atol=1e-6
+        )
         expected = -log_p.exp() * g[row].double()
         expected[labels[row]] += g[row].double()
         torch.testing.assert_close(logits.grad[row].double(), expected, rtol=2.0**-8, atol=1e-12)
@@ -84,13 +92,20 @@ def test_many_tokens_pass_every_grid_limit(n):
 
 
 def repeated_run(group, device, transport):
-    """1,000 calls on two streams in turn, while noise keeps the GPU, its allocator and the group busy: equal bits."""
+    """1,000 calls on two streams in turn, while noise keeps the GPU, its allocator and the group
+    busy: equal bits."""
     shard = hl.VocabShard.from_group(group, V)
     generator = torch.Generator(device).manual_seed(0)
-    logits = torch.randn(N, V, device=device, generator=generator)[:, shard.start : shard.stop].bfloat16()
+    logits = torch.randn(N, V, device=device, generator=generator)[
+        :, shard.start : shard.stop
+    ].bfloat16()
     labels = torch.randint(0, V, (N,), device=device, generator=generator)
     side, noise, main = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.current_stream()
-    first, differing, squares = None, torch.zeros((), dtype=torch.int64, device=device), torch.randn(2, 1024, 1024)
+    first, differing, squares = (
+        None,
+        torch.zeros((), dtype=torch.int64, device=device),
+        torch.randn(2, 1024, 1024),
+    )
     squares = squares.to(device)
     for i in range(1000):
         with torch.cuda.stream(noise):
@@ -127,14 +142,19 @@ def test_rows_have_the_same_bits_in_batches_of_any_size():
     for n in (1, 3, 64):
         order = torch.randperm(8192, device="cuda")[:n]
         *part, part_grad = results(x[order], labels[order], shard, "auto")
-        assert all(torch.equal(a[order], b) for a, b in zip(whole, part)) and torch.equal(grad[order], part_grad)
+        assert all(torch.equal(a[order], b) for a, b in zip(whole, part)) and torch.equal(
+            grad[order], part_grad
+        )
 
 
 def everything(backend):
-    """Values and gradients of calls that take every family, both modes of a head, and what is never differentiated."""
+    """Values and gradients of calls that take every family, both modes of a head, and what is never
+    differentiated."""
     generator = torch.Generator("cuda").manual_seed(4)
     logits, other = (torch.randn(64, 1000, device="cuda", generator=generator) for _ in range(2))
-    hidden, weight = (torch.randn(n, 64, device="cuda", generator=generator).bfloat16() for n in (64, 1000))
+    hidden, weight = (
+        torch.randn(n, 64, device="cuda", generator=generator).bfloat16() for n in (64, 1000)
+    )
     labels = torch.arange(64, device="cuda") * 15
     options, ids = hl.Options(backend=backend), torch.stack([labels, labels, labels // 2], 1)
     top = hl.topk_log_probs(other, 9, top_p=0.9, options=options)
@@ -145,7 +165,10 @@ def everything(backend):
     for given in (
         {"want": ("entropy", "collision", "total", "rank", "argmax")},
         {"want": FULL_TEACHER, "teacher": hl.Teacher(other)},
-        {"want": TOPK_TEACHER, "teacher": hl.TopKTeacher(top.ids, top.log_probs, renormalize=False)},
+        {
+            "want": TOPK_TEACHER,
+            "teacher": hl.TopKTeacher(top.ids, top.log_probs, renormalize=False),
+        },
         {"want": OVER_SETS, "sets": hl.IdSets(torch.cat([ids, ids + 1], 1))},
         {"want": ("log_probs_at",), "ids": ids},
     ):
@@ -165,7 +188,8 @@ def everything(backend):
 
 @pytest.mark.parametrize("backend", ["triton", "torch"])
 def test_deterministic_algorithms_suffice_and_give_the_same_bits(backend, monkeypatch):
-    """In torch's deterministic mode, which raises for any other operation, and fills new memory with NaN."""
+    """In torch's deterministic mode, which raises for any other operation, and fills new memory
+    with NaN."""
     expected = everything(backend)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
@@ -195,7 +219,8 @@ def test_two_hundred_batch_sizes_compile_once():
     jits = [getattr(kernels, f"{name}_kernel") for name in ("statistics", "merge", "gradient")]
     jits.append(sums_triton.sums_kernel)
     counts = set()
-    for i, n in enumerate([7, 7] + torch.randint(1, 4096, (200,)).tolist() + [1, 16, 32]):  # a size that comes again
+    # a size that comes again
+    for i, n in enumerate([7, 7] + torch.randint(1, 4096, (200,)).tolist() + [1, 16, 32]):
         x = logits[:n].clone().requires_grad_()
         loss_of(x, labels[:n]).loss.backward()
         if i > 1:

@@ -14,7 +14,8 @@ pytestmark = pytest.mark.cuda
 
 
 def symmetric_run(group, device):
-    """Growing and shrinking batches, on two streams that take turns, with one rank far behind the other."""
+    """Growing and shrinking batches, on two streams that take turns, with one rank far behind the
+    other."""
     shard, other = VocabShard.from_group(group, V), torch.cuda.Stream(device)
     equal, log = 0, []
     for i, n in enumerate([8, 300, 64, 1, 2048, 2047, 16, 0, 512, 4096] * 3):
@@ -52,9 +53,15 @@ def two_groups_run(group, device):
         runs = []
         for each in groups:
             shard = VocabShard.from_group(each, V)
-            x = torch.randn(64, shard.width, device=device, generator=torch.Generator(device).manual_seed(i))
-            labels = torch.randint(0, V, (64,), device=device, generator=torch.Generator(device).manual_seed(i))
-            runs.append([results(x, labels, shard, transport) for transport in ("symm_mem", "gather")])
+            x = torch.randn(
+                64, shard.width, device=device, generator=torch.Generator(device).manual_seed(i)
+            )
+            labels = torch.randint(
+                0, V, (64,), device=device, generator=torch.Generator(device).manual_seed(i)
+            )
+            runs.append(
+                [results(x, labels, shard, transport) for transport in ("symm_mem", "gather")]
+            )
         equal += all(torch.equal(a, b) for run in runs for a, b in zip(*run))
     return equal
 
@@ -69,12 +76,17 @@ def met_before_run(group, device):
     import torch.distributed as dist
     import torch.distributed._symmetric_memory as symm_mem
 
-    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size(group))][dist.get_rank(group)]
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size(group))][
+        dist.get_rank(group)
+    ]
     if dist.get_rank(group) == 0:
         symm_mem.rendezvous(symm_mem.empty(64, device=device), alone)
     shard = VocabShard.from_group(dist.new_group(), V)
     x, labels = torch.randn(8, shard.width, device=device), torch.randint(0, V, (8,), device=device)
-    same = [torch.equal(*pair) for pair in zip(*(results(x, labels, shard, way) for way in ("symm_mem", "gather")))]
+    same = [
+        torch.equal(*pair)
+        for pair in zip(*(results(x, labels, shard, way) for way in ("symm_mem", "gather")))
+    ]
     return all(same), symmetric_memory.obstacle(shard.group_name)
 
 
@@ -91,11 +103,16 @@ def fallback_run(group, device):
     symmetric_memory._log.addHandler(handler)
     broken = symmetric_memory.SymmetricMemory.__init__
     if torch.distributed.get_rank(group) == 1:
-        symmetric_memory.SymmetricMemory.__init__ = lambda *_: (_ for _ in ()).throw(RuntimeError("no peer access"))
+        symmetric_memory.SymmetricMemory.__init__ = lambda *_: (_ for _ in ()).throw(
+            RuntimeError("no peer access")
+        )
     shard = VocabShard.from_group(group, V)
     x, labels = torch.randn(8, shard.width, device=device), torch.randint(0, V, (8,), device=device)
     try:
-        pairs = [zip(results(x, labels, shard, "symm_mem"), results(x, labels, shard, "gather")) for _ in range(3)]
+        pairs = [
+            zip(results(x, labels, shard, "symm_mem"), results(x, labels, shard, "gather"))
+            for _ in range(3)
+        ]
     finally:
         symmetric_memory.SymmetricMemory.__init__ = broken
         symmetric_memory._log.removeHandler(handler)

@@ -1,4 +1,5 @@
-"""torch.export: a loss of frozen tensors is a program; one of tensors that require a gradient is refused."""
+"""torch.export: a loss of frozen tensors is a program; one of tensors that require a gradient is
+refused."""
 
 import itertools
 
@@ -46,7 +47,8 @@ def test_a_loss_of_frozen_weights_is_a_program(kind):
 @pytest.mark.parametrize("kind, strict", list(itertools.product(KINDS, (False, True))))
 def test_a_loss_that_requires_a_gradient_is_refused(kind, strict):
     model = Model(kind)
-    with pytest.raises(Exception, match=r"model\.requires_grad_\(False\)"):  # torch's own, around ours, if strict
+    # torch's own, around ours, if strict
+    with pytest.raises(Exception, match=r"model\.requires_grad_\(False\)"):
         torch.export.export(model, example(), strict=strict)
     with torch.no_grad():
         program = torch.export.export(model, example(), strict=strict).module()

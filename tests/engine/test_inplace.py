@@ -24,9 +24,13 @@ def test_inplace_has_one_backward_where_hooks_hide_what_it_wrote(hooks, calls, b
         with pairs[hooks]():
             loss = head(leaf * 1.0, labels).loss
         (found,) = torch.autograd.grad(loss, leaf, retain_graph=True)
-        with pytest.raises(RuntimeError, match=r"Options\(inplace=True\) writes .* there is one backward"):
+        with pytest.raises(
+            RuntimeError, match=r"Options\(inplace=True\) writes .* there is one backward"
+        ):
             torch.autograd.grad(loss, leaf)
-    (expected,) = torch.autograd.grad(HeadLoss(options=Options(backend=backend))(leaf, labels).loss, leaf)
+    (expected,) = torch.autograd.grad(
+        HeadLoss(options=Options(backend=backend))(leaf, labels).loss, leaf
+    )
     assert torch.equal(found, expected)
 
 
@@ -51,25 +55,51 @@ def test_inplace_refuses_what_it_cannot_overwrite(device):
     with pytest.raises(ValueError, match="one row stride"):
         vocab_statistics(x[:, :, 1:3], labels[:, :, 1:3], options=Options(inplace=True))
     flat = torch.zeros(16, device=device)
-    for shared in (x[0, 0, :1].expand(5, 8), x[0, 0, :, :1].expand(5, 8), flat.as_strided((5, 8), (1, 1))):
+    for shared in (
+        x[0, 0, :1].expand(5, 8),
+        x[0, 0, :, :1].expand(5, 8),
+        flat.as_strided((5, 8), (1, 1)),
+    ):
         with pytest.raises(ValueError, match="share memory"):
             vocab_statistics(shared, labels[0, 0], options=Options(inplace=True))
 
 
 def test_inplace_refuses_a_teacher_that_would_be_overwritten(backend, device):
-    rows, labels = torch.randn(7, 40, device=device), torch.zeros(6, dtype=torch.long, device=device)
+    rows, labels = (
+        torch.randn(7, 40, device=device),
+        torch.zeros(6, dtype=torch.long, device=device),
+    )
     options = Options(backend=backend, inplace=True)
-    for logits, teacher in ((rows[:-1], rows[1:]), (rows[1:], rows[:-1]), (rows[:6, :8], rows[:6, 4:12])):
-        with pytest.raises(ValueError, match="the teacher's must be exactly these or share no memory"):
-            vocab_statistics(logits, labels, want=("forward_kl",), teacher=Teacher(teacher), options=options)
+    for logits, teacher in (
+        (rows[:-1], rows[1:]),
+        (rows[1:], rows[:-1]),
+        (rows[:6, :8], rows[:6, 4:12]),
+    ):
+        with pytest.raises(
+            ValueError, match="the teacher's must be exactly these or share no memory"
+        ):
+            vocab_statistics(
+                logits, labels, want=("forward_kl",), teacher=Teacher(teacher), options=options
+            )
     one = rows[:1].expand(6, 40)
     with pytest.raises(ValueError, match="whose elements do not share memory"):
-        vocab_statistics(one, labels, want=("forward_kl",), teacher=Teacher(rows[1:2].expand(6, 40)), options=options)
+        vocab_statistics(
+            one,
+            labels,
+            want=("forward_kl",),
+            teacher=Teacher(rows[1:2].expand(6, 40)),
+            options=options,
+        )
 
 
-@pytest.mark.parametrize("teacher", [(0, slice(8)), (0, slice(8, 16)), (1, slice(8))], ids=["same", "beside", "apart"])
+@pytest.mark.parametrize(
+    "teacher", [(0, slice(8)), (0, slice(8, 16)), (1, slice(8))], ids=["same", "beside", "apart"]
+)
 def test_inplace_beside_a_teacher_that_is_not_overwritten(teacher, backend, device):
-    whole, labels = torch.randn(2, 6, 16, device=device), torch.zeros(6, dtype=torch.long, device=device)
+    whole, labels = (
+        torch.randn(2, 6, 16, device=device),
+        torch.zeros(6, dtype=torch.long, device=device),
+    )
     layer, columns = teacher
     grads = []
     for inplace in (False, True):
@@ -92,7 +122,8 @@ def _loss(x, labels, options):
 
 @pytest.mark.parametrize("call", [_log_probs, _loss])
 def test_inplace_without_fullgraph_runs_in_eager_and_is_right(call, device):
-    """torch.compile breaks the graph where something is refused, and calls it outside of the graph."""
+    """torch.compile breaks the graph where something is refused, and calls it outside of the
+    graph."""
     x, labels = rows(device)
 
     def step(t):

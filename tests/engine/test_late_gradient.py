@@ -1,4 +1,5 @@
-"""What the backward of one read adds to its forward: the gradient where that was not foreseen, and what is foreseen."""
+"""What the backward of one read adds to its forward: the gradient where that was not foreseen, and
+what is foreseen."""
 
 import itertools
 import math
@@ -10,10 +11,10 @@ import torch
 
 import tp_headloss as hl
 from tp_headloss.engine import passes
-from tp_headloss.engine.late_gradient_triton import LateGradient
-from tp_headloss.engine.one_read_launch import TERMS
+from tp_headloss.engine.one_read.late_gradient_triton import LateGradient
+from tp_headloss.engine.one_read.launch import TERMS
+from tp_headloss.engine.reductions import StatisticValue
 from tp_headloss.head_loss.reduction import fused_reduction
-from tp_headloss.head_loss.statistic_value import StatisticValue
 
 ROWS, WIDTH = 6, 40
 UPSTREAM = 1.0, 0.0, -0.0, 1e-30, 0.25, -3.0, 65536.0, math.inf, math.nan
@@ -26,7 +27,8 @@ LOSSES = {
 
 
 def forward(device, terms, metrics, weighted=False, width=WIDTH, valid=WIDTH, dtype=torch.bfloat16):
-    """What a forward of one read saves, by the general way, and the gradient of the loss for an upstream gradient."""
+    """What a forward of one read saves, by the general way, and the gradient of the loss for an
+    upstream gradient."""
     generator = torch.Generator().manual_seed(width)
     logits = (3 * torch.randn(ROWS, width, generator=generator)).to(device, dtype)
     labels = torch.randint(valid, (ROWS,), generator=generator).to(device)
@@ -39,11 +41,15 @@ def forward(device, terms, metrics, weighted=False, width=WIDTH, valid=WIDTH, dt
         x = logits.clone().requires_grad_()
         return torch.autograd.grad(upstream * head(x, labels, **given).loss, x)[0]
 
-    call, request = head._checked(head._given(logits, labels, given["shard"], None), weight, None, None)
+    call, request = head._checked(
+        head._given(logits, labels, given["shard"], None), weight, None, None
+    )
     reduction = fused_reduction(call, logits, "triton")
     merged, outputs, reduced = passes.reduced_statistics(request, reduction)
     by_name = dict(zip(request.layout.outputs, outputs))
-    values = [by_name[name] for name in reduction.plan.statistics[: len(reduction.plan.coefficients)]]
+    values = [
+        by_name[name] for name in reduction.plan.statistics[: len(reduction.plan.coefficients)]
+    ]
     return request, reduction, merged, values, reduced.inverse, expected
 
 
@@ -55,17 +61,31 @@ def record(device, number=1.0, streak=0, patience=0):
     return torch.tensor([bits(number), streak, patience, 0], dtype=torch.int32, device=device)
 
 
-@pytest.mark.parametrize("weighted, width, valid", [(False, 40, 40), (True, 40, 33), (False, 33, 33)])
+@pytest.mark.parametrize(
+    "weighted, width, valid", [(False, 40, 40), (True, 40, 33), (False, 33, 33)]
+)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_gradient_that_was_not_foreseen_is_written(loss, weighted, width, valid, device):
-    request, reduction, merged, values, inverse, expected = forward(device, *LOSSES[loss], weighted, width, valid)
+    request, reduction, merged, values, inverse, expected = forward(
+        device, *LOSSES[loss], weighted, width, valid
+    )
     late = LateGradient(request, reduction.plan, False, reduction.weight)
     logits, labels = request.tensors[:2]
     for given, written_for in itertools.product(UPSTREAM, (math.nan, 1.0, 0.0, -3.0, math.inf)):
         pair = torch.stack([inverse, torch.tensor(written_for, dtype=torch.float64, device=device)])
         gradient = torch.full_like(logits, 7.0)  # which a forward would not write
         loss_gradient = torch.tensor(given, device=device)
-        late(gradient, record(device), logits, labels, merged, reduction.weight, pair, values, loss_gradient)
+        late(
+            gradient,
+            record(device),
+            logits,
+            labels,
+            merged,
+            reduction.weight,
+            pair,
+            values,
+            loss_gradient,
+        )
         if struct.pack("<f", given) == struct.pack("<f", written_for) and not math.isnan(given):
             assert gradient.eq(7.0).all()
         else:
@@ -81,18 +101,36 @@ def test_slopes_of_a_row_function_are_taken(device):
     slopes[:, 1] = math.nan  # of the ignored token, which nobody reads
     late = LateGradient(request, reduction.plan, True, reduction.weight)
     for given in (0.5, 0.0, -2.0):
-        pair, upstream = torch.stack([inverse, inverse.new_tensor(math.nan)]), torch.tensor(given, device=device)
+        pair, upstream = (
+            torch.stack([inverse, inverse.new_tensor(math.nan)]),
+            torch.tensor(given, device=device),
+        )
         gradient = torch.full_like(request.tensors.logits, 7.0)
-        late(gradient, record(device), *request.tensors[:2], merged, reduction.weight, pair, slopes, upstream)
+        late(
+            gradient,
+            record(device),
+            *request.tensors[:2],
+            merged,
+            reduction.weight,
+            pair,
+            slopes,
+            upstream,
+        )
         assert torch.allclose(gradient.float(), expected(given).float(), rtol=2**-7, atol=1e-9)
 
 
 class Steps:
-    """Steps of a loss whose forward writes the gradient where the record says so; the kernel learns from each."""
+    """Steps of a loss whose forward writes the gradient where the record says so; the kernel learns
+    from each."""
 
     def __init__(self, device):
-        self.request, reduction, self.merged, self.values, self.inverse, _ = forward(device, *LOSSES["cross-entropy"])
-        self.late, self.record = LateGradient(self.request, reduction.plan, False, None), record(device)
+        self.request, reduction, self.merged, self.values, self.inverse, _ = forward(
+            device, *LOSSES["cross-entropy"]
+        )
+        self.late, self.record = (
+            LateGradient(self.request, reduction.plan, False, None),
+            record(device),
+        )
         self.gradient = torch.empty_like(self.request.tensors.logits)
 
     def take(self, upstream):
@@ -100,17 +138,26 @@ class Steps:
         number, streak, patience, _ = self.record.tolist()
         foreseen = struct.unpack("<f", struct.pack("<i", number ^ 0x3F800000))[0]
         is_written = streak >= patience and math.isfinite(foreseen)  # as `foreseen` of the kernel
-        pair = torch.stack([self.inverse, self.inverse.new_tensor(foreseen if is_written else math.nan)])
+        pair = torch.stack(
+            [self.inverse, self.inverse.new_tensor(foreseen if is_written else math.nan)]
+        )
         given, tensors = self.inverse.new_tensor(upstream).float(), self.request.tensors[:2]
         self.late(self.gradient, self.record, *tensors, self.merged, None, pair, self.values, given)
-        return 6 if not is_written else 4 if struct.pack("<f", foreseen) == struct.pack("<f", upstream) else 8
+        return (
+            6
+            if not is_written
+            else 4
+            if struct.pack("<f", foreseen) == struct.pack("<f", upstream)
+            else 8
+        )
 
 
 def test_an_upstream_gradient_that_stays_is_foreseen_from_its_second_step_on(device):
     steps = Steps(device)
     assert [steps.take(1.0) for _ in range(3)] == [4, 4, 4]
     assert [steps.take(0.25) for _ in range(3)] == [8, 4, 4]
-    assert [steps.take(x) for x in (0.0, 0.25, 0.25, 0.25)] == [8, 8, 6, 6]  # twice in vain, so with more patience
+    # twice in vain, so with more patience
+    assert [steps.take(x) for x in (0.0, 0.25, 0.25, 0.25)] == [8, 8, 6, 6]
     assert [steps.take(0.25) for _ in range(2)] == [4, 4]
 
 
@@ -118,12 +165,18 @@ def repeated(choices):
     """Upstream gradients of which each comes some times in a row, as many each time or not."""
     lengths = choices.choice([[1], [2], [3], [1, 5], [2, 3, 7], [40], [1, 1, 1, 30]])
     numbers = itertools.cycle(choices.sample(UPSTREAM, choices.randrange(2, 4)))
-    return [x for length in itertools.islice(itertools.cycle(lengths), 60) for x in [next(numbers)] * length][:120]
+    return [
+        x
+        for length in itertools.islice(itertools.cycle(lengths), 60)
+        for x in [next(numbers)] * length
+    ][:120]
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_no_sequence_of_upstream_gradients_costs_more_than_two_launches(seed, device):
     """But for ten steps, in which a record learns to be patient."""
     steps, choices = Steps(device), random.Random(seed)
-    cost = list(itertools.accumulate(steps.take(x) - 6 for x in repeated(choices) + repeated(choices)))
+    cost = list(
+        itertools.accumulate(steps.take(x) - 6 for x in repeated(choices) + repeated(choices))
+    )
     assert max(cost) <= 2 * 10

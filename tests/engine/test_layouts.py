@@ -33,7 +33,8 @@ def test_vectors_of_any_stride_are_read_right(options, device):
 
 
 def test_rows_do_not_depend_on_their_batch(backend, device):
-    """Row i has the same bits alone, in any order, and in any batch (the triton backend; torch to rounding)."""
+    """Row i has the same bits alone, in any order, and in any batch (the triton backend; torch to
+    rounding)."""
     x, labels = rows(device)
     order = torch.randperm(N, device=device)
     options = Options(backend=backend)

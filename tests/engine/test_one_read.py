@@ -1,4 +1,5 @@
-"""Options(gradient="forward"): the loss and its gradient from one launch that reads each logit once."""
+"""Options(gradient="forward"): the loss and its gradient from one launch that reads each logit
+once."""
 
 import functools
 import math
@@ -15,17 +16,21 @@ from one_read_model import Rank, run, take_turns
 from ranks import on_ranks
 
 import tp_headloss as hl
-from tp_headloss.engine import one_read, one_read_kernel, one_read_launch
+from tp_headloss.engine.one_read import kernel as one_read_kernel
+from tp_headloss.engine.one_read import launch as one_read_launch
+from tp_headloss.engine.one_read import rows as row_functions
+from tp_headloss.engine.one_read.rows import row_function
+from tp_headloss.engine.reductions import StatisticValue
 from tp_headloss.engine.sums_triton import gradient_for
 from tp_headloss.engine.transports import symmetric_memory
-from tp_headloss.head_loss import row_function as row_functions
-from tp_headloss.head_loss.row_function import row_function
-from tp_headloss.head_loss.statistic_value import StatisticValue
+from tp_headloss.engine.ways import one_read
 from tp_headloss.ranks.shard import canonical_chunk_size
 
 FULL = bool(os.environ.get("TP_HEADLOSS_FULL"))
 IGNORED, N, V = -100, 6, 704
-IN_FORWARD, IN_BACKWARD = (hl.Options(backend="triton", gradient=name) for name in ("forward", "backward"))
+IN_FORWARD, IN_BACKWARD = (
+    hl.Options(backend="triton", gradient=name) for name in ("forward", "backward")
+)
 TERMS = hl.CrossEntropy(), hl.ZLoss(0.01)
 on_hopper = pytest.mark.cuda  # the GPU tests run where the kernel does
 
@@ -39,30 +44,45 @@ def problem(device, width=V, n_rows=N, seed=3):
     return logits, labels
 
 
-def steps(options, logits, labels, upstream=1.0, terms=TERMS, metrics=(), reduction="mean", **given):
+def steps(
+    options, logits, labels, upstream=1.0, terms=TERMS, metrics=(), reduction="mean", **given
+):
     """-> the output, and the gradients of a first and a second backward."""
     head = hl.HeadLoss(list(terms), metrics=metrics, reduction=reduction, options=options)
     logits = logits.clone().requires_grad_()
     out = head(logits, labels, **given)
-    return out, *(torch.autograd.grad(upstream * out.loss, logits, retain_graph=True)[0] for _ in range(2))
+    return out, *(
+        torch.autograd.grad(upstream * out.loss, logits, retain_graph=True)[0] for _ in range(2)
+    )
 
 
 def expect_alike(one, two, noise=1e-30):
-    """The results of both ways differ by rounding alone. noise: a number or [N, width], where parts cancel."""
+    """The results of both ways differ by rounding alone. noise: a number or [N, width], where parts
+    cancel."""
     assert torch.allclose(one[0].loss, two[0].loss, rtol=1e-6, atol=1e-6, equal_nan=True)
     for name, metric in one[0].metrics.items():
         assert torch.allclose(metric, two[0].metrics[name], rtol=1e-6, atol=1e-5, equal_nan=True)
     for name, a, b in zip(one[0].stats._fields, one[0].stats, two[0].stats):
         if isinstance(a, torch.Tensor):
-            noise_of_sum = 1e-7 * one[1].shape[1] if name == "total" else 0.0  # of parts that cancel
-            assert torch.allclose(a.double(), b.double(), rtol=1e-6, atol=2e-6 + noise_of_sum, equal_nan=True)
+            # of parts that cancel
+            noise_of_sum = 1e-7 * one[1].shape[1] if name == "total" else 0.0
+            assert torch.allclose(
+                a.double(), b.double(), rtol=1e-6, atol=2e-6 + noise_of_sum, equal_nan=True
+            )
     for a, b in zip(one[1:], two[1:]):
         a, b = a.float(), b.float()
-        assert torch.equal(a.isnan(), b.isnan()) and not ((a - b).abs() > 2**-7 * b.abs() + noise).any()
+        assert (
+            torch.equal(a.isnan(), b.isnan())
+            and not ((a - b).abs() > 2**-7 * b.abs() + noise).any()
+        )
 
 
 def _focal(stats, advantages):
-    return -advantages * (1 - stats.log_prob.exp()) ** 2 * stats.log_prob + stats.lse.sigmoid() - stats.entropy.abs()
+    return (
+        -advantages * (1 - stats.log_prob.exp()) ** 2 * stats.log_prob
+        + stats.lse.sigmoid()
+        - stats.entropy.abs()
+    )
 
 
 def _two_sequences(device):
@@ -99,7 +119,9 @@ CASES = {
         "token_weight": torch.tensor([1.0, 2.0, 0.5, 0.0, 3.0, 0.25]),
         "upstream": 0.3,
     },
-    "totals": {"terms": (hl.CrossEntropy(), hl.Term("own", StatisticValue("total", square=True), 1e-6))},
+    "totals": {
+        "terms": (hl.CrossEntropy(), hl.Term("own", StatisticValue("total", square=True), 1e-6))
+    },
     "entropies": {"terms": (hl.CrossEntropy(), hl.Entropy(-0.1)), "metrics": ("accuracy",)},
     "GRPO": {
         "terms": (hl.PolicyGradient("clip", clip=(0.2, 0.28)), hl.KLToReference(0.05)),
@@ -107,24 +129,38 @@ CASES = {
         "inputs": POLICY,
     },
     "entropies in a policy": {
-        "terms": (hl.PolicyGradient("cispo", 2.0), hl.Entropy(0.1), hl.ZLoss(0.01), hl.CrossEntropy(0.2)),
+        "terms": (
+            hl.PolicyGradient("cispo", 2.0),
+            hl.Entropy(0.1),
+            hl.ZLoss(0.01),
+            hl.CrossEntropy(0.2),
+        ),
         "metrics": ("accuracy",),
         "inputs": {name: POLICY[name] for name in ("advantages", "old_log_prob")},
         "token_weight": torch.tensor([1.0, 2.0, 0.5, 0.0, 3.0, 0.25]),
         "upstream": 0.3,
     },
     "an own term": {
-        "terms": (hl.Term("own", _focal, 0.5, ("entropy",), inputs=("advantages",), pointwise=True),),
+        "terms": (
+            hl.Term("own", _focal, 0.5, ("entropy",), inputs=("advantages",), pointwise=True),
+        ),
         "inputs": ADVANTAGES,
     },
-    "one statistic twice": {"terms": (hl.CrossEntropy(), hl.Term("own", StatisticValue("log_prob", square=True)))},
+    "one statistic twice": {
+        "terms": (hl.CrossEntropy(), hl.Term("own", StatisticValue("log_prob", square=True)))
+    },
     "sequences": {
         "terms": (hl.PolicyGradient(),),
         "metrics": ("entropy",),
         "reduction": "seq-mean-token-mean",
-        "inputs": {**{name: POLICY[name] for name in ("advantages", "old_log_prob")}, "sequences": _two_sequences},
+        "inputs": {
+            **{name: POLICY[name] for name in ("advantages", "old_log_prob")},
+            "sequences": _two_sequences,
+        },
     },
-    "squared entropies": {"terms": (hl.Term("own", StatisticValue("entropy", square=True), 0.2), hl.ZLoss(0.01))},
+    "squared entropies": {
+        "terms": (hl.Term("own", StatisticValue("entropy", square=True), 0.2), hl.ZLoss(0.01))
+    },
 }
 
 
@@ -140,7 +176,11 @@ def test_losses_and_gradients_are_those_of_two_launches(case, width, device):
     noise = 1e-30
     if "entropies" in case or "smoothing" in case:  # parts that cancel
         noise = 1e-6 * (logits.float().softmax(-1).nan_to_num() + 1 / width)
-    expect_alike(steps(IN_FORWARD, logits, labels, **given), steps(IN_BACKWARD, logits, labels, **given), noise)
+    expect_alike(
+        steps(IN_FORWARD, logits, labels, **given),
+        steps(IN_BACKWARD, logits, labels, **given),
+        noise,
+    )
 
 
 @on_hopper
@@ -151,7 +191,17 @@ def test_bad_rows_are_nan_alone(device):
     logits[5, :-1], labels[5] = -torch.inf, V - 1
     logits[6], logits[7, 0], logits[8] = -torch.inf, torch.nan, -3e38
     one, two = steps(IN_FORWARD, logits, labels), steps(IN_BACKWARD, logits, labels)
-    assert one[1].isnan().all(1).tolist() == [False, False, True, True, True, False, True, True, False]
+    assert one[1].isnan().all(1).tolist() == [
+        False,
+        False,
+        True,
+        True,
+        True,
+        False,
+        True,
+        True,
+        False,
+    ]
     assert torch.equal(one[0].stats.log_prob.isnan(), two[0].stats.log_prob.isnan())
     good = [0, 1, 5]
     assert torch.allclose(one[1][good].float(), two[1][good].float(), rtol=2**-7, atol=1e-30)
@@ -163,8 +213,13 @@ def test_logits_may_have_any_size(size, device):
     logits, labels = problem(device)
     logits *= size / logits.float().nan_to_num().abs().max().item()
     given = {"terms": (hl.CrossEntropy(), hl.Entropy(0.1)), "metrics": ("accuracy",)}
-    one, two = steps(IN_FORWARD, logits, labels, **given), steps(IN_BACKWARD, logits, labels, **given)
-    assert one[1].isfinite().all() and torch.allclose(one[1].float(), two[1].float(), rtol=2**-7, atol=1e-30)
+    one, two = (
+        steps(IN_FORWARD, logits, labels, **given),
+        steps(IN_BACKWARD, logits, labels, **given),
+    )
+    assert one[1].isfinite().all() and torch.allclose(
+        one[1].float(), two[1].float(), rtol=2**-7, atol=1e-30
+    )
 
 
 @on_hopper
@@ -190,8 +245,8 @@ SEQUENCE = "mean", "weights", "metrics", "smoothing and metrics", "GRPO", "squar
 
 
 def _same_or_last_bit(one, two, noise=1e-37):
-    """Whether gradients are the same numbers but for their rounding to bf16, NaN and infinities in the same places.
-    noise: a number or [N, width], where parts cancel."""
+    """Whether gradients are the same numbers but for their rounding to bf16, NaN and infinities in
+    the same places. noise: a number or [N, width], where parts cancel."""
     one, two = one.float(), two.float()
     alike = torch.equal(one.isnan(), two.isnan()) and torch.equal(one.isinf(), two.isinf())
     finite = one.isfinite()
@@ -199,11 +254,16 @@ def _same_or_last_bit(one, two, noise=1e-37):
 
 
 def _sequence_of_steps(head, cases, choices, device, width, bare, among=UPSTREAM):
-    """Steps with random upstream gradients of the loss -> those whose gradient is not that of two launches."""
-    two_launches = hl.HeadLoss(head.terms, metrics=head.metrics, reduction=head.reduction, options=IN_BACKWARD)
+    """Steps with random upstream gradients of the loss -> those whose gradient is not that of two
+    launches."""
+    two_launches = hl.HeadLoss(
+        head.terms, metrics=head.metrics, reduction=head.reduction, options=IN_BACKWARD
+    )
     wrong, upstream = [], 1.0
     for step in range(60):
-        logits, labels = problem(device, width, choices.choice([6, 6, 24]), seed=choices.randrange(3))
+        logits, labels = problem(
+            device, width, choices.choice([6, 6, 24]), seed=choices.randrange(3)
+        )
         given = cases if len(labels) == N else bare
         if given is None:
             continue
@@ -223,7 +283,8 @@ def _sequence_of_steps(head, cases, choices, device, width, bare, among=UPSTREAM
             handle.remove()
         for _ in range({"once": 1, "twice": 2}.get(how, 0)):
             found = [
-                torch.autograd.grad(upstream * out.loss, z, retain_graph=True)[0] for out, z in ((one, x), (two, y))
+                torch.autograd.grad(upstream * out.loss, z, retain_graph=True)[0]
+                for out, z in ((one, x), (two, y))
             ]
             if not _same_or_last_bit(*found, cancelling * abs(upstream) + 1e-37):
                 wrong.append((step, upstream, how))
@@ -306,28 +367,47 @@ def test_losses_on_statistics_besides_it_take_the_other_path(device):
 
 
 REFUSED = {
-    "a temperature": (dict(transform=hl.Transform(temperature=2.0)), "without a scale, softcap or temperature"),
+    "a temperature": (
+        dict(transform=hl.Transform(temperature=2.0)),
+        "without a scale, softcap or temperature",
+    ),
     "temperatures": (
         dict(transform=hl.Transform(temperature=torch.ones(N))),
         "without a scale, softcap or temperature",
     ),
     "a bias": (dict(transform=hl.Transform(bias=torch.zeros(V))), "logits without a bias"),
-    "a collision": (dict(terms=(hl.CrossEntropy(), hl.Term("own", StatisticValue("collision")))), "got .*'collision'"),
+    "a collision": (
+        dict(terms=(hl.CrossEntropy(), hl.Term("own", StatisticValue("collision")))),
+        "got .*'collision'",
+    ),
     "a metric": (dict(metrics=("rank",)), "no statistics but .* got .'log_prob', 'rank'."),
     "many sums": (
         dict(metrics=("lse", "entropy", "accuracy", "log_prob"), terms=(*TERMS, hl.Entropy(0.1))),
         "at most 6 sums of them, got .*.hits.",
     ),
-    "a label's logit": (dict(terms=(hl.Term("own", StatisticValue("target_logit")),)), "got terms of .'target_logit'"),
-    "an own function": (dict(terms=(hl.Term("own", lambda stats: stats.lse),)), "terms that are pointwise"),
+    "a label's logit": (
+        dict(terms=(hl.Term("own", StatisticValue("target_logit")),)),
+        "got terms of .'target_logit'",
+    ),
+    "an own function": (
+        dict(terms=(hl.Term("own", lambda stats: stats.lse),)),
+        "terms that are pointwise",
+    ),
     "a trained input": (
-        dict(terms=(hl.PolicyGradient("reinforce"),), inputs={"advantages": torch.ones(N, requires_grad=True)}),
+        dict(
+            terms=(hl.PolicyGradient("reinforce"),),
+            inputs={"advantages": torch.ones(N, requires_grad=True)},
+        ),
         "inputs without a gradient",
     ),
     "a sequence's ratio": (
         dict(
             terms=(hl.PolicyGradient("gspo"),),
-            inputs={"advantages": torch.ones(N), "old_log_prob": torch.zeros(N), "sequences": _two_sequences},
+            inputs={
+                "advantages": torch.ones(N),
+                "old_log_prob": torch.zeros(N),
+                "sequences": _two_sequences,
+            },
         ),
         "terms that are pointwise",
     ),
@@ -356,7 +436,9 @@ def moved(x, device):
         return x(device)
     if isinstance(x, hl.Transform):
         tensors = {name: getattr(x, name) for name in ("bias", "temperature")}
-        return hl.Transform(**{n: t.to(device) if isinstance(t, torch.Tensor) else t for n, t in tensors.items()})
+        return hl.Transform(
+            **{n: t.to(device) if isinstance(t, torch.Tensor) else t for n, t in tensors.items()}
+        )
     return x
 
 
@@ -367,7 +449,9 @@ def test_what_cannot_be_is_refused(case, device):
     logits, labels = problem(device)
     logits = logits.to(given.pop("dtype", torch.bfloat16))
     arguments = {name: given.pop(name) for name in ("reduction", "metrics") if name in given}
-    head = hl.HeadLoss(list(given.pop("terms", [hl.CrossEntropy()])), options=IN_FORWARD, **arguments)
+    head = hl.HeadLoss(
+        list(given.pop("terms", [hl.CrossEntropy()])), options=IN_FORWARD, **arguments
+    )
     with pytest.raises(ValueError, match=message):
         head(logits.requires_grad_(), labels, **given)
     with torch.no_grad():
@@ -380,7 +464,8 @@ def test_what_was_found_for_aligned_logits_is_not_taken_for_others(device):
     head, memory = hl.HeadLoss(options=IN_FORWARD), logits.new_empty(logits.numel() + 1)
     for _ in range(3):
         head(logits.clone().requires_grad_(), labels).loss.backward()
-        shifted = memory[1:].view_as(logits).copy_(logits).detach().requires_grad_()  # of the same kind but for that
+        # of the same kind but for that
+        shifted = memory[1:].view_as(logits).copy_(logits).detach().requires_grad_()
         with pytest.raises(ValueError, match="contiguous logits whose width is a multiple of 8"):
             head(shifted, labels)
 
@@ -394,7 +479,8 @@ def test_where_one_launch_cannot_be():
     for function in (hl.vocab_statistics, hl.log_probs):
         with pytest.raises(ValueError, match="gradient='forward' is for a HeadLoss, whose"):
             function(x.clone().requires_grad_(), labels, options=options)
-        function(x, labels, options=options)  # as with a HeadLoss, whose forward writes none where none is asked for
+        # as with a HeadLoss, whose forward writes none where none is asked for
+        function(x, labels, options=options)
     with pytest.raises(ValueError, match="gradient='forward' is for logits"):
         hl.linear_vocab_statistics(x, torch.zeros(4, 8), labels, options=options)
 
@@ -413,15 +499,28 @@ def test_leaves_depend_on_the_vocabulary_alone(vocab_size):
     all_cuts = [one_read_launch.cuts_of(size, 8 // ranks) for ranks in (1, 2, 4, 8)]
     assert len({(cuts.chunk, cuts.cuts) for cuts in all_cuts}) == 1
     for ranks, cuts in zip((1, 2, 4, 8), all_cuts):
-        assert cuts.leaves * cuts.pieces * ranks == 8 << cuts.cuts and cuts.leaves & (cuts.leaves - 1) == 0
-        assert -(-cuts.chunk // (1 << cuts.cuts)) <= one_read_launch.LEAF and cuts.leaves <= kernel()[1]["SUM"]
-        assert 4 <= cuts.slots <= one_read_launch.SLOTS and cuts.slots * cuts.slot_bytes <= one_read_kernel.SHARED
-        assert cuts.slot_bytes % 128 == 0 and cuts.slot_bytes >= 16 * cuts.chunk * cuts.leaves / (1 << cuts.cuts)
+        assert (
+            cuts.leaves * cuts.pieces * ranks == 8 << cuts.cuts
+            and cuts.leaves & (cuts.leaves - 1) == 0
+        )
+        assert (
+            -(-cuts.chunk // (1 << cuts.cuts)) <= one_read_launch.LEAF
+            and cuts.leaves <= kernel()[1]["SUM"]
+        )
+        assert (
+            4 <= cuts.slots <= one_read_launch.SLOTS
+            and cuts.slots * cuts.slot_bytes <= one_read_kernel.SHARED
+        )
+        assert cuts.slot_bytes % 128 == 0 and cuts.slot_bytes >= 16 * cuts.chunk * cuts.leaves / (
+            1 << cuts.cuts
+        )
 
 
 @on_hopper
 @pytest.mark.parametrize("architecture", ["sm_90", "sm_100"])
-@pytest.mark.parametrize("flags", [(), ("ENTROPY",), ("ARGMAX",), ("ENTROPY", "ARGMAX", "TOTAL", "TERM")])
+@pytest.mark.parametrize(
+    "flags", [(), ("ENTROPY",), ("ARGMAX",), ("ENTROPY", "ARGMAX", "TOTAL", "TERM")]
+)
 def test_the_kernel_compiles_for_gpus_that_are_not_here(flags, architecture, device):
     library = one_read_kernel.kernel_of(torch.device(device, 0)).library
     policy = row_function([hl.PolicyGradient(), hl.KLToReference(0.1), hl.Entropy(0.1)]).source
@@ -431,26 +530,46 @@ def test_the_kernel_compiles_for_gpus_that_are_not_here(flags, architecture, dev
 
 def kernel():
     """-> the kernel's source without comments, and its numbers"""
-    source = re.sub(r"//[^\n]*", "", (Path(one_read_launch.__file__).parent / "one_read.cu").read_text())
+    source = re.sub(
+        r"//[^\n]*", "", (Path(one_read_launch.__file__).parent / "one_read.cu").read_text()
+    )
     return source, {name: int(x) for name, x in re.findall(r"(\w+) = (\d+)[,;]", source)}
 
 
 def test_the_kernel_and_its_caller_agree():
     """What stands in both languages: the fields of the argument, in order, and numbers."""
     source, numbers = kernel()
-    threads = 32 * (2 + numbers["TEAMS"] * numbers["SUM"] + numbers["GRAD"] + numbers["POST"] + numbers["MERGE"])
+    threads = 32 * (
+        2 + numbers["TEAMS"] * numbers["SUM"] + numbers["GRAD"] + numbers["POST"] + numbers["MERGE"]
+    )
     expected = *map(numbers.get, ("SLOTS", "RANKS", "VALUES", "GIVENS")), threads
     launch = one_read_launch
-    assert expected == (launch.SLOTS, one_read_kernel.RANKS, launch.VALUES, launch.GIVENS, one_read_kernel.THREADS)
+    assert expected == (
+        launch.SLOTS,
+        one_read_kernel.RANKS,
+        launch.VALUES,
+        launch.GIVENS,
+        one_read_kernel.THREADS,
+    )
     assert launch.TERMS == row_functions.SLOPES and launch.GIVENS == row_functions.MOST_INPUTS
     body = source.partition("struct Params {")[2].partition("};")[0]
     fields = re.findall(r"(\w+)(?:\[\w+\])?\s*[,;]", body)
     numbers = [name for name, _ in launch.Params._fields_[2:]]
-    addresses = *launch.CALLS, *launch.OUTPUTS, "values", "found", "given", "control", "failed", "packets"
+    addresses = (
+        *launch.CALLS,
+        *launch.OUTPUTS,
+        "values",
+        "found",
+        "given",
+        "control",
+        "failed",
+        "packets",
+    )
     assert fields == [*addresses, *numbers]
 
 
-# Launches of other shapes follow each other in one memory, so that packets of one may lie where another's were.
+# Launches of other shapes follow each other in one memory, so that packets of one may lie where
+# another's were.
 LAUNCHES = [(5, 2), (3, 1), (7, 2), (1, 4), (6, 1)]
 
 
@@ -467,14 +586,19 @@ def results(n_ranks, order, **given):
 @pytest.mark.parametrize("n_ranks", [1, 2, 3])
 @pytest.mark.parametrize("resident, slots", [(1, 4), (2, 2), (3, 2)])
 def test_the_protocol_ends_with_the_same_sums_in_any_order(n_ranks, resident, slots):
-    """As long as the slots of the programs that run at once hold a row's pieces, of which there are 4."""
+    """As long as the slots of the programs that run at once hold a row's pieces, of which there are
+    4."""
     for order in range(30):
         ranks = results(n_ranks, order, n_programs=3, slots=slots, resident=resident)
         for number, (n_rows, pieces) in enumerate(LAUNCHES, 1):
             for row in range(n_rows):
-                total = sum(value(rank, row, piece) for rank in range(n_ranks) for piece in range(pieces))
+                total = sum(
+                    value(rank, row, piece) for rank in range(n_ranks) for piece in range(pieces)
+                )
                 for rank in ranks:
-                    assert [rank.results[number, row, piece] for piece in range(pieces)] == [total] * pieces
+                    assert [rank.results[number, row, piece] for piece in range(pieces)] == [
+                        total
+                    ] * pieces
 
 
 def test_slots_that_hold_no_whole_row_wait_for_each_other():
@@ -485,10 +609,18 @@ def test_slots_that_hold_no_whole_row_wait_for_each_other():
 @pytest.mark.parametrize("slots", range(4, one_read_launch.SLOTS + 1))
 def test_warps_that_take_turns_take_no_barrier_for_another(slots):
     _, numbers = kernel()
-    turns = {"teams": numbers["TEAMS"], "post": numbers["POST"], "merge": numbers["MERGE"], "n_items": 40}
+    turns = {
+        "teams": numbers["TEAMS"],
+        "post": numbers["POST"],
+        "merge": numbers["MERGE"],
+        "n_items": 40,
+    }
     assert [take_turns(random.Random(i), slots, **turns) for i in range(20)] == [None] * 20
     if slots % numbers["TEAMS"]:  # or else each slot is one team's
-        assert any(take_turns(random.Random(i), slots, **turns, waits_for_the_team_before=False) for i in range(20))
+        assert any(
+            take_turns(random.Random(i), slots, **turns, waits_for_the_team_before=False)
+            for i in range(20)
+        )
 
 
 def test_a_rank_that_does_not_come_ends_its_peers_with_nan():
@@ -514,8 +646,15 @@ def _sharded(group, device, vocab_size, metrics=(), transposed=False, kind="plai
         x = x.t().contiguous().t()
     given = {"terms": (hl.CrossEntropy(label_smoothing=0.1),)} if kind == "smoothing" else {}
     if kind == "policy":
-        old, reference = -torch.arange(40.0, device=device) / 4, -torch.arange(40.0, device=device) / 3
-        inputs = {"advantages": (reference + 7).sign(), "old_log_prob": old, "reference_log_prob": reference}
+        old, reference = (
+            -torch.arange(40.0, device=device) / 4,
+            -torch.arange(40.0, device=device) / 3,
+        )
+        inputs = {
+            "advantages": (reference + 7).sign(),
+            "old_log_prob": old,
+            "reference_log_prob": reference,
+        }
         given = {"terms": (hl.PolicyGradient(), hl.KLToReference(0.1)), "inputs": inputs}
     out, first, second = steps(IN_FORWARD, x, labels, shard=shard, metrics=metrics, **given)
     found = out.loss, *out.metrics.values(), out.stats.log_prob, out.stats.lse
@@ -527,7 +666,12 @@ def _sharded(group, device, vocab_size, metrics=(), transposed=False, kind="plai
 @pytest.mark.parametrize("vocab_size", [1024, 32768, 50304, 128256])
 @pytest.mark.parametrize(
     "metrics, kind",
-    [((), "plain"), (("accuracy", "entropy"), "plain"), (("entropy",), "policy"), (("accuracy",), "smoothing")],
+    [
+        ((), "plain"),
+        (("accuracy", "entropy"), "plain"),
+        (("entropy",), "policy"),
+        (("accuracy",), "smoothing"),
+    ],
 )
 def test_any_number_of_ranks_has_the_same_bits(metrics, kind, vocab_size, world_size):
     given = vocab_size, metrics, False, kind
@@ -539,17 +683,24 @@ def test_any_number_of_ranks_has_the_same_bits(metrics, kind, vocab_size, world_
 
 @on_hopper
 def test_ranks_take_one_way_whatever_the_memory_of_their_logits():
-    for plain, transposed in zip(on_ranks(2, _sharded, 32064), on_ranks(2, _sharded, 32064, (), True)):
+    for plain, transposed in zip(
+        on_ranks(2, _sharded, 32064), on_ranks(2, _sharded, 32064, (), True)
+    ):
         assert all(torch.equal(a, b) for a, b in zip(plain, transposed))
 
 
 def _repeated(group, device, vocab_size, n_rows, repeats):
-    """Steps beside collectives in opposite orders and noise, on two streams in turn: equal bits every time."""
+    """Steps beside collectives in opposite orders and noise, on two streams in turn: equal bits
+    every time."""
     logits, labels = problem(device, vocab_size, n_rows)
     labels[labels % 3 == 0] = IGNORED  # so that some warps have nothing to do, others much
     shard, x = _shard(group, logits, vocab_size)
     x.requires_grad_()
-    head, side, noise = hl.HeadLoss(list(TERMS), options=IN_FORWARD), torch.cuda.Stream(), torch.cuda.Stream()
+    head, side, noise = (
+        hl.HeadLoss(list(TERMS), options=IN_FORWARD),
+        torch.cuda.Stream(),
+        torch.cuda.Stream(),
+    )
     squares, big = torch.randn(2, 2048, 2048, device=device), torch.ones(1 << 22, device=device)
     rank = 0 if group is None else group.rank()
 
@@ -581,21 +732,39 @@ def _repeated(group, device, vocab_size, n_rows, repeats):
 @on_hopper
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_steps_beside_other_work_have_the_same_bits(world_size):
-    assert on_ranks(world_size, _repeated, 32000, 1500, 1000 if FULL else 100) == [True] * world_size
+    assert (
+        on_ranks(world_size, _repeated, 32000, 1500, 1000 if FULL else 100) == [True] * world_size
+    )
 
 
 def _random_steps(group, device, repeats):
-    """Steps of random shapes, losses and denominators, in one launch and in two: how many differ."""
+    """Steps of random shapes, losses and denominators, in one launch and in two: how many
+    differ."""
     choices, wrong = random.Random(5), torch.zeros((), device=device)
-    policy, smoothed = (hl.PolicyGradient(), hl.KLToReference(0.1)), (hl.CrossEntropy(label_smoothing=0.1),)
-    head_of = functools.cache(lambda terms, metrics, options: hl.HeadLoss(terms, metrics=metrics, options=options))
+    policy, smoothed = (
+        (hl.PolicyGradient(), hl.KLToReference(0.1)),
+        (hl.CrossEntropy(label_smoothing=0.1),),
+    )
+    head_of = functools.cache(
+        lambda terms, metrics, options: hl.HeadLoss(terms, metrics=metrics, options=options)
+    )
     for step in range(repeats):
-        vocab_size, n_rows = choices.choice([1024, 4096, 32000, 50304, 128256]), choices.randrange(1, 200)
-        terms = choices.choice([(hl.CrossEntropy(),), TERMS, policy, smoothed, (hl.CrossEntropy(), hl.Entropy(0.1))])
-        logits = torch.randn(n_rows, vocab_size, device=device, generator=torch.Generator(device).manual_seed(step))
+        vocab_size, n_rows = (
+            choices.choice([1024, 4096, 32000, 50304, 128256]),
+            choices.randrange(1, 200),
+        )
+        terms = choices.choice(
+            [(hl.CrossEntropy(),), TERMS, policy, smoothed, (hl.CrossEntropy(), hl.Entropy(0.1))]
+        )
+        logits = torch.randn(
+            n_rows, vocab_size, device=device, generator=torch.Generator(device).manual_seed(step)
+        )
         labels = (logits[:, 0].abs() * 1000).long() % vocab_size
-        labels[logits[:, 1] < choices.choice([-9, -1, 1])] = IGNORED  # nothing is summed of most rows, or of some
-        old = {name: logits[:, i] - 8 for i, name in enumerate(("old_log_prob", "reference_log_prob"))}
+        # nothing is summed of most rows, or of some
+        labels[logits[:, 1] < choices.choice([-9, -1, 1])] = IGNORED
+        old = {
+            name: logits[:, i] - 8 for i, name in enumerate(("old_log_prob", "reference_log_prob"))
+        }
         inputs = {"advantages": logits[:, 3], **old} if terms is policy else None
         metrics = choices.choice([(), ("entropy",), ("accuracy", "entropy")])
         shard, x = _shard(group, logits.bfloat16(), vocab_size)
@@ -606,7 +775,9 @@ def _random_steps(group, device, repeats):
             out = head_of(terms, metrics, options)(x, labels, **given)
             found.append((out.loss.detach(), torch.autograd.grad(out.loss, x)[0].float()))
         (one, grad), (two, expected) = found
-        wrong += ((one - two).abs() > 1e-5 * two.abs() + 1e-6) | ((grad - expected).norm() > 2**-7 * expected.norm())
+        wrong += ((one - two).abs() > 1e-5 * two.abs() + 1e-6) | (
+            (grad - expected).norm() > 2**-7 * expected.norm()
+        )
     return int(wrong)
 
 
@@ -623,7 +794,8 @@ def _policy_in_float64(log_prob, advantages, old_log_prob, reference_log_prob):
 
 
 K3 = hl.KLToReference(0.1, input_clamp=None, output_clamp=None)
-LOSSES = {  # terms, and their sum by float64 log-probs of all ids [N, V], of labels [N], lse [N] and inputs
+# terms, and their sum by float64 log-probs of all ids [N, V], of labels [N], lse [N] and inputs
+LOSSES = {
     "cross-entropy": ((hl.CrossEntropy(),), lambda log_p, log_prob, lse, inputs: -log_prob),
     "z-loss": (TERMS, lambda log_p, log_prob, lse, inputs: 0.01 * lse**2 - log_prob),
     "smoothing": (
@@ -642,7 +814,8 @@ LOSSES = {  # terms, and their sum by float64 log-probs of all ids [N, V], of la
 
 
 def _float64_loss(kind, logits, labels, inputs, denominator):
-    """In float64 and plain torch, of whole logits [N, V]: a loss, the mean size of its tokens' parts, its gradient."""
+    """In float64 and plain torch, of whole logits [N, V]: a loss, the mean size of its tokens'
+    parts, its gradient."""
     z = logits.double().requires_grad_()
     valid = labels != IGNORED
     log_p = z.log_softmax(-1)
@@ -662,7 +835,11 @@ def _random_logits(choices, device, vocab_size, n_rows, seed):
     logits = (spread * draw(n_rows, vocab_size) + shift).bfloat16()
     labels = torch.randint(vocab_size, (n_rows,), device=device, generator=generator)
     labels[draw(n_rows) < choices.choice([-9.0, 0.0])] = IGNORED
-    inputs = {"advantages": draw(n_rows), "old_log_prob": draw(n_rows) - 8, "reference_log_prob": draw(n_rows) - 8}
+    inputs = {
+        "advantages": draw(n_rows),
+        "old_log_prob": draw(n_rows) - 8,
+        "reference_log_prob": draw(n_rows) - 8,
+    }
     return logits, labels, inputs
 
 
@@ -670,7 +847,10 @@ def _random_steps_against_float64(group, device, repeats):
     """Steps of one read whose loss or gradient is further from float64's than rounding explains."""
     choices, wrong = random.Random(7), []
     for step in range(repeats):
-        vocab_size, n_rows = choices.choice([1024, 4096, 32000, 50304, 128256]), choices.randrange(1, 150)
+        vocab_size, n_rows = (
+            choices.choice([1024, 4096, 32000, 50304, 128256]),
+            choices.randrange(1, 150),
+        )
         kind, denominator = choices.choice(list(LOSSES)), choices.choice([None, 7.0])
         logits, labels, inputs = _random_logits(choices, device, vocab_size, n_rows, 1000 + step)
         expected, size, whole = _float64_loss(kind, logits, labels, inputs, denominator)
@@ -684,7 +864,9 @@ def _random_steps_against_float64(group, device, repeats):
         error, noise = (found.double() - mine).norm(), 1e-5 * mine.norm() + 1e-12
         far = abs(out.loss.double() - expected) > 1e-5 * size + 1e-6
         if bool(far) or not bool(error <= 1.1 * rounding + noise):
-            wrong.append((step, kind, vocab_size, n_rows, float(out.loss), float(expected), float(error)))
+            wrong.append(
+                (step, kind, vocab_size, n_rows, float(out.loss), float(expected), float(error))
+            )
     return wrong
 
 
@@ -695,7 +877,8 @@ def test_random_steps_agree_with_float64(world_size):
 
 
 def _halves_at_once(group, device, steps):
-    """Two groups of half of the ranks, each with a vocabulary of its own, which take steps of one read at once."""
+    """Two groups of half of the ranks, each with a vocabulary of its own, which take steps of one
+    read at once."""
     size, rank = group.size() // 2, group.rank()
     halves = [torch.distributed.new_group([*range(first, first + size)]) for first in (0, size)]
     mine, vocab_size = halves[rank // size], (32768, 50304)[rank // size]
@@ -704,7 +887,9 @@ def _halves_at_once(group, device, steps):
     head, x = hl.HeadLoss(list(TERMS), options=IN_FORWARD), x.requires_grad_()
     found = [torch.autograd.grad(head(x, labels, shard=shard).loss, x)[0] for _ in range(steps)]
     alone = logits.clone().requires_grad_()
-    (expected,) = torch.autograd.grad(hl.HeadLoss(list(TERMS), options=IN_FORWARD)(alone, labels).loss, alone)
+    (expected,) = torch.autograd.grad(
+        hl.HeadLoss(list(TERMS), options=IN_FORWARD)(alone, labels).loss, alone
+    )
     torch.distributed.barrier(group)
     return all(torch.equal(gradient, expected[:, shard.start : shard.stop]) for gradient in found)
 
@@ -728,18 +913,27 @@ BLOCKS = {
 
 
 def _blocks(group, device, case):
-    """Loss, metrics, dH and dW of one sweep over blocks of tokens, in one launch each and in two; and how many."""
+    """Loss, metrics, dH and dW of one sweep over blocks of tokens, in one launch each and in two;
+    and how many."""
     given, launches = dict(BLOCKS[case]), []
     definition = {"terms": list(given.pop("terms")), "metrics": given.pop("metrics", ())}
     generator, width = torch.Generator().manual_seed(3), 1024
-    hidden, weight = (torch.randn(n, 64, generator=generator).to(device, torch.bfloat16) / 4 for n in (384, width))
+    hidden, weight = (
+        torch.randn(n, 64, generator=generator).to(device, torch.bfloat16) / 4 for n in (384, width)
+    )
     labels = torch.randint(width, (384,), generator=generator).to(device)
     labels[::7] = IGNORED
     shard, columns = _shard(group, weight.t(), width)
     columns, results = columns.t().contiguous(), []
-    repeated = lambda x: x.repeat(64) if isinstance(x, torch.Tensor) else {k: repeated(v) for k, v in x.items()}  # noqa: E731
+
+    def repeated(x):
+        if isinstance(x, torch.Tensor):
+            return x.repeat(64)
+        return {k: repeated(v) for k, v in x.items()}
+
     given = {name: moved(repeated(x), device) for name, x in given.items()}
-    linear = hl.Linear("one_sweep", budget=128 * 2 * len(columns) + 4 * columns.numel())  # blocks of 128 tokens
+    # blocks of 128 tokens
+    linear = hl.Linear("one_sweep", budget=128 * 2 * len(columns) + 4 * columns.numel())
     with pytest.MonkeyPatch.context() as patch:
         for name in ("FEWEST", "NARROWEST"):
             patch.setattr(one_read, name, 0)
@@ -751,7 +945,12 @@ def _blocks(group, device, case):
             head = hl.HeadLoss(**definition, options=options)
             out = head.linear(h, w, labels, shard=shard, linear=linear, **given)
             out.loss.backward()
-            results.append([x.detach().float().cpu() for x in (out.loss, *out.metrics.values(), h.grad, w.grad)])
+            results.append(
+                [
+                    x.detach().float().cpu()
+                    for x in (out.loss, *out.metrics.values(), h.grad, w.grad)
+                ]
+            )
     return len(launches), *results
 
 
@@ -792,9 +991,11 @@ def test_one_launch_replays_from_a_graph(world_size):
 
 
 def _left_alone(group, device):
-    """A step that the last rank does not make: its peers' results are NaN after the timeout, their next call raises."""
+    """A step that the last rank does not make: its peers' results are NaN after the timeout, their
+    next call raises."""
     logits, labels = problem(device, 32000)
-    others = torch.distributed.new_group(list(range(group.size())))  # whose memory nothing uses afterwards
+    # whose memory nothing uses afterwards
+    others = torch.distributed.new_group(list(range(group.size())))
     shard, x = _shard(others, logits, 32000)
     head = hl.HeadLoss(options=IN_FORWARD)
     x.requires_grad_()
@@ -804,9 +1005,14 @@ def _left_alone(group, device):
     if group.rank() < group.size() - 1:
         started = time.monotonic()
         out = head(x, labels, shard=shard)
-        found += [bool(out.loss.isnan()), bool(torch.autograd.grad(out.loss, x)[0][0].isnan().all())]
+        found += [
+            bool(out.loss.isnan()),
+            bool(torch.autograd.grad(out.loss, x)[0][0].isnan().all()),
+        ]
         found.append(time.monotonic() - started < 60)
-        with pytest.raises(RuntimeError, match=r"waited 0.2 s for a rank of its group that did not come"):
+        with pytest.raises(
+            RuntimeError, match=r"waited 0.2 s for a rank of its group that did not come"
+        ):
             head(x, labels, shard=shard)
     torch.distributed.barrier(group)
     return found

@@ -1,4 +1,5 @@
-"""A transport is two methods and a line of the table, and symmetric memory is not used after a failure."""
+"""A transport is two methods and a line of the table, and symmetric memory is not used after a
+failure."""
 
 from types import SimpleNamespace
 from unittest import mock
@@ -27,13 +28,13 @@ class Recorder(Gather):
     def __init__(self):
         self.calls = []
 
-    def write(self, request):
+    def write(self, request, launches=None):
         self.calls.append("write")
-        return super().write(request)
+        return super().write(request, launches)
 
-    def merge(self, packets, request):
+    def merge(self, packets, request, launches=None):
         self.calls.append("merge")
-        return super().merge(packets, request)
+        return super().merge(packets, request, launches)
 
 
 def test_a_transport_outside_of_the_package_carries_logits_and_hidden_states(backend, device):
@@ -44,9 +45,13 @@ def test_a_transport_outside_of_the_package_carries_logits_and_hidden_states(bac
         options = Options(backend=backend, transport="recorded")
         stats = vocab_statistics(hidden @ weight.t(), labels, options=options)
         assert (shared.calls, default.calls) == (["write", "merge"], [])
-        HeadLoss([CrossEntropy()], options=options).linear(hidden, weight, labels, linear=Linear("recompute"))
+        HeadLoss([CrossEntropy()], options=options).linear(
+            hidden, weight, labels, linear=Linear("recompute")
+        )
         assert (shared.calls, default.calls) == (["write", "merge"], ["write", "merge"])
-    expected = vocab_statistics(hidden @ weight.t(), labels, options=Options(backend=backend, transport="gather"))
+    expected = vocab_statistics(
+        hidden @ weight.t(), labels, options=Options(backend=backend, transport="gather")
+    )
     assert torch.equal(stats.log_prob, expected.log_prob)
     with pytest.raises(ValueError, match="transport must be one of"):
         Options(transport="recorded")
@@ -56,7 +61,9 @@ def test_a_transport_outside_of_the_package_carries_logits_and_hidden_states(bac
 def test_symmetric_memory_is_refused_after_an_exchange_that_failed(failing, monkeypatch):
     """On CPU, with a group of one that is said to be of two."""
     request = build_request(Given(torch.randn(3, 16), shard=VocabShard(0, 16, 16)))
-    request = request._replace(facts=request.facts._replace(world_size=2, group_name="pair", transport="symm_mem"))
+    request = request._replace(
+        facts=request.facts._replace(world_size=2, group_name="pair", transport="symm_mem")
+    )
 
     def step(name, result=None):
         def run(*args, **kwargs):
@@ -67,7 +74,9 @@ def test_symmetric_memory_is_refused_after_an_exchange_that_failed(failing, monk
         return run
 
     names = "local_statistics", "merge_packets"
-    backend = SimpleNamespace(shares_memory=lambda _: True, **{name: step(name, name) for name in names})
+    backend = SimpleNamespace(
+        shares_memory=lambda _: True, **{name: step(name, name) for name in names}
+    )
     memory = object.__new__(symmetric_memory.SymmetricMemory)
     memory.slot, memory.buffer, memory.in_exchange = 1024, torch.zeros(2048), False
     memory.handle, memory.timeout_ms = SimpleNamespace(barrier=step("barrier")), 1
@@ -88,17 +97,27 @@ def test_symmetric_memory_is_refused_after_an_exchange_that_failed(failing, monk
         return
     with pytest.raises(Interrupt):
         exchange()
-    with pytest.raises(RuntimeError, match="an earlier exchange of group pair failed on this rank in the middle"):
+    with pytest.raises(
+        RuntimeError, match="an earlier exchange of group pair failed on this rank in the middle"
+    ):
         exchange()
 
 
-@pytest.mark.parametrize("order", [("auto", "symm_mem", "symm_mem"), ("symm_mem", "auto", "symm_mem")])
-def test_symmetric_memory_that_was_asked_for_and_is_not_there_is_told_once(order, monkeypatch, caplog):
+@pytest.mark.parametrize(
+    "order", [("auto", "symm_mem", "symm_mem"), ("symm_mem", "auto", "symm_mem")]
+)
+def test_symmetric_memory_that_was_asked_for_and_is_not_there_is_told_once(
+    order, monkeypatch, caplog
+):
     """On CPU, with a group of one that is said to be of two."""
     request = build_request(Given(torch.randn(3, 16), shard=VocabShard(0, 16, 16)))
-    monkeypatch.setattr(symmetric_memory, "load_backend", lambda _: SimpleNamespace(shares_memory=lambda _: True))
+    monkeypatch.setattr(
+        symmetric_memory, "load_backend", lambda _: SimpleNamespace(shares_memory=lambda _: True)
+    )
     monkeypatch.setattr(symmetric_memory, "resolve_process_group", lambda _: "group")
-    monkeypatch.setattr(symmetric_memory, "_obstacle_and_capability", lambda *_: ("no peer access", (9, 0)))
+    monkeypatch.setattr(
+        symmetric_memory, "_obstacle_and_capability", lambda *_: ("no peer access", (9, 0))
+    )
     monkeypatch.setattr(symmetric_memory, "_groups", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     told = []
@@ -111,11 +130,13 @@ def test_symmetric_memory_that_was_asked_for_and_is_not_there_is_told_once(order
 
 
 def exchanges_run(group, device):
-    """Two exchanges, as torch makes them, in processes that have made 3 and 7 before -> what a peer set in each;
-    whether a later store of the group begins without them; whether the group is itself again."""
+    """Two exchanges, as torch makes them, in processes that have made 3 and 7 before -> what a peer
+    set in each; whether a later store of the group begins without them; whether the group is itself
+    again."""
     rank, store, seen = dist.get_rank(group), comm.NumberedStore(group), []
     with store.in_place_of_store(group, device):
-        found = dist.PrefixStore("torch", resolve_process_group(group.group_name).get_group_store())  # in C++
+        # in C++
+        found = dist.PrefixStore("torch", resolve_process_group(group.group_name).get_group_store())
         for exchange in range(2):
             key = f"{exchange + (3, 7)[rank]}/%d"
             found.set(key % rank, f"{exchange} of {rank}")

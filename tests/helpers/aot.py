@@ -1,14 +1,16 @@
-"""Compile every kernel ahead of time: `python tests/helpers/aot.py 80 90 100` (compute capabilities; needs no GPU), or
-for AMD's GPUs by `gfx942 gfx950`.
+"""Compile every kernel ahead of time: `python tests/helpers/aot.py 80 90 100` (compute
+capabilities; needs no GPU), or for AMD's GPUs by `gfx942 gfx950`.
 
-The variants are those that the launchers ask for: public functions are called with small CPU tensors while a recorder
-stands in for Triton's launch, and Triton's own specialisation says what is compiled for each call. The calls cover
-every two values of every two axes (`CALLS`, `HEADS`). Of each kernel's variants those are compiled that together have
-every value of every axis, for one capability each in turn (`--all`: all of them for every one). Run without
-TRITON_INTERPRET, in a process of its own.
+The variants are those that the launchers ask for: public functions are called with small CPU
+tensors while a recorder stands in for Triton's launch, and Triton's own specialisation says what is
+compiled for each call. The calls cover every two values of every two axes (`CALLS`, `HEADS`). Of
+each kernel's variants those are compiled that together have every value of every axis, for one
+capability each in turn (`--all`: all of them for every one). Run without TRITON_INTERPRET, in a
+process of its own.
 
-Prints one line per kernel with the most that a variant takes, one per failure, and a total. A variant that spills
-registers, or takes more shared memory than every GPU gives without asking, is a failure.
+Prints one line per kernel with the most that a variant takes, one per failure, and a total. A
+variant that spills registers, or takes more shared memory than every GPU gives without asking, is a
+failure.
 """
 
 import collections
@@ -33,30 +35,35 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 import tp_headloss as hl
 from tp_headloss.call import request_of as calls
 from tp_headloss.engine import launch, linear_triton, sums_triton
-from tp_headloss.engine.late_gradient_triton import LateGradient
-from tp_headloss.engine.one_read_launch import TERMS as TERMS_OF_ONE_READ
+from tp_headloss.engine.one_read.late_gradient_triton import LateGradient
+from tp_headloss.engine.one_read.launch import TERMS as TERMS_OF_ONE_READ
 from tp_headloss.engine.transports import TRANSPORTS
 from tp_headloss.engine.transports.symmetric_memory import SymmetricMemory
 from tp_headloss.head_loss.reduction import fused_reduction
-from tp_headloss.linear_head import call as linear_call
+from tp_headloss.linear_head import epilogue
 from tp_headloss.statistics import FULL_TEACHER, TOPK_TEACHER, numerics_triton
 from tp_headloss.statistics.topk import has_tail
 
 SHARED_LIMIT, GEMM_SHARED_LIMIT = 48 << 10, 227 << 10  # bytes
-GEMMS = "gemm_triton.linear_statistics_kernel", "gemm_triton.linear_gradient_kernel"  # of capability 9.0 and later
-# Bytes of the stack, where spilled registers go. A version of Triton may spill a few where a kernel has every optional
-# part; all statistics of a whole teacher at once have more per-token coefficients than registers.
+# of capability 9.0 and later
+GEMMS = "gemm_triton.linear_statistics_kernel", "gemm_triton.linear_gradient_kernel"
+# Bytes of the stack, where spilled registers go. A version of Triton may spill a few where a kernel
+# has every optional part; all statistics of a whole teacher at once have more per-token
+# coefficients than registers.
 SPILL_LIMIT, CROWDED_SPILL_LIMIT = 16, 128
-# Registers of a thread with which a multiprocessor of capability 9.0 has all programs that it can have; with one more
-# the gradient of a plain cross-entropy takes 4 % longer.
+# Registers of a thread with which a multiprocessor of capability 9.0 has all programs that it can
+# have; with one more the gradient of a plain cross-entropy takes 4 % longer.
 PLAIN, PLAIN_LIMITS = (), {"kernels.gradient_kernel": 32, "kernels.statistics_kernel": 64}
-# Accumulators take half of the registers: with capability 9.0 Triton 3.9 spills a few, and 3.6 none.
+# Accumulators take half of the registers: with capability 9.0 Triton 3.9 spills a few, and 3.6
+# none.
 GEMM_SPILL_LIMITS = {90: 0 if launch.TRITON == launch.OLDEST else 256, 100: SPILL_LIMIT}
-# Characters of assembly of a merge of 512 packets; a loop takes 52,000 at most, for AMD's GPUs 136,000.
+# Characters of assembly of a merge of 512 packets; a loop takes 52,000 at most, for AMD's GPUs
+# 136,000.
 LOOP_LIMIT, AMD_LOOP_LIMIT = 100_000, 200_000
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Each list of wanted statistics of a teacher or of sets makes other packets, another merge or another gradient.
+# Each list of wanted statistics of a teacher or of sets makes other packets, another merge or
+# another gradient.
 TEACHERS = [
     (),
     ("forward_kl",), ("reverse_kl",), ("forward_kl", "teacher_entropy"), ("jsd",), ("reverse_kl", "total_variation"),
@@ -97,7 +104,9 @@ STEPS = {  # those that are repeated, whose launches are prepared
     "denominator": [None, 8.0, torch.tensor(8.0)], "metrics": [("accuracy",), ()],
 }  # fmt: skip
 # logits with gaps, whose gradient has none: strides of one kind become strides of two kinds
-STEPS_WITH_GAPS = {key: values[:1] for key, values in STEPS.items()} | {"place": ["gaps", "gaps, transposed"]}
+STEPS_WITH_GAPS = {key: values[:1] for key, values in STEPS.items()} | {
+    "place": ["gaps", "gaps, transposed"]
+}
 EPILOGUES = {  # of a linear head's GEMMs
     "capability": [90, 100],
     "labels": [torch.int64, None],
@@ -118,11 +127,14 @@ OPTIONS = hl.Options(backend="triton")
 
 def product(axes: dict) -> list:
     """All rows of the product of the axes."""
-    return [*itertools.starmap(collections.namedtuple("Case", axes), itertools.product(*axes.values()))]
+    return [
+        *itertools.starmap(collections.namedtuple("Case", axes), itertools.product(*axes.values()))
+    ]
 
 
 def pairwise(axes: dict) -> list:
-    """Rows of the product of the axes, few of them, that together have every two values of every two axes."""
+    """Rows of the product of the axes, few of them, that together have every two values of every
+    two axes."""
     row_type = collections.namedtuple("Case", axes)
     cells = [[(name, value) for value in axis] for name, axis in axes.items()]
     pairs = (pair for two in itertools.combinations(cells, 2) for pair in itertools.product(*two))
@@ -132,8 +144,13 @@ def pairwise(axes: dict) -> list:
         for name, axis in axes.items():
             if name not in row:
                 # pairs that are missing, then those that are rare
-                counts = [[used[frozenset({(name, value), cell})] for cell in row.items()] for value in axis]
-                row[name] = axis[max(range(len(axis)), key=lambda i: (counts[i].count(0), -sum(counts[i])))]
+                counts = [
+                    [used[frozenset({(name, value), cell})] for cell in row.items()]
+                    for value in axis
+                ]
+                row[name] = axis[
+                    max(range(len(axis)), key=lambda i: (counts[i].count(0), -sum(counts[i])))
+                ]
         used.update(map(frozenset, itertools.combinations(row.items(), 2)))
         rows.append(row_type(**row))
     return rows
@@ -157,7 +174,10 @@ class Variant(NamedTuple):
     def is_early(self) -> bool:
         """Whether a kernel begins while another still runs, which takes capability 9.0."""
         names = self.kernel.arg_names
-        return bool(self.options.get("launch_pdl") or ("EARLY" in names and self.constants[(names.index("EARLY"),)]))
+        return bool(
+            self.options.get("launch_pdl")
+            or ("EARLY" in names and self.constants[(names.index("EARLY"),)])
+        )
 
     def compile(self, architecture: int | str):
         source = ASTSource(self.kernel, self.signature, self.constants, self.attributes)
@@ -166,11 +186,16 @@ class Variant(NamedTuple):
 
 def target_of(architecture: int | str) -> GPUTarget:
     """A compute capability, or the name of an AMD architecture."""
-    return GPUTarget("hip", architecture, 64) if isinstance(architecture, str) else GPUTarget("cuda", architecture, 32)
+    return (
+        GPUTarget("hip", architecture, 64)
+        if isinstance(architecture, str)
+        else GPUTarget("cuda", architecture, 32)
+    )
 
 
 class NothingCompiled:
-    """Takes the place of the launchers' table of compiled kernels: has none, and notes which one was looked for."""
+    """Takes the place of the launchers' table of compiled kernels: has none, and notes which one
+    was looked for."""
 
     key = None
 
@@ -185,9 +210,11 @@ class NothingCompiled:
 
 
 class Recorder:
-    """Takes the place of `JITFunction.run`: `variants` has what Triton would have compiled, once each.
+    """Takes the place of `JITFunction.run`: `variants` has what Triton would have compiled, once
+    each.
 
-    Raises ValueError where a launcher has one key for two variants: it would launch the first in the place of both."""
+    Raises ValueError where a launcher has one key for two variants: it would launch the first in
+    the place of both."""
 
     def __init__(self, architecture):
         self.variants, self.case, self.is_amd = {}, None, isinstance(architecture, str)
@@ -198,12 +225,17 @@ class Recorder:
         bind = create_function_from_signature(kernel.signature, kernel.params, self.backend)
         bound, specialization, _ = bind(*arguments, **options)
         key, told_apart = (kernel.fn, str(specialization), str(options)), specialization
-        if kernel is sums_triton.sums_kernel:  # reads its tuple of pointers under a loaded mask, never in wide accesses
-            told_apart = [(kinds, None if type(kinds) is tuple else how) for kinds, how in specialization]
+        # reads its tuple of pointers under a loaded mask, never in wide accesses
+        if kernel is sums_triton.sums_kernel:
+            told_apart = [
+                (kinds, None if type(kinds) is tuple else how) for kinds, how in specialization
+            ]
         told_apart = kernel.fn, str(told_apart), str(options)
         first, case = self.by_key.setdefault(self.table.key, (told_apart, self.case))
         if first != told_apart:
-            raise ValueError(f"one key for two variants, of {case} and {self.case}:\n{first}\n{told_apart}")
+            raise ValueError(
+                f"one key for two variants, of {case} and {self.case}:\n{first}\n{told_apart}"
+            )
         if key not in self.variants:
             _, *what = kernel._pack_args(self.backend, options, bound, specialization, None)
             self.variants[key] = Variant(kernel, options, *what, self.case)
@@ -263,11 +295,14 @@ def teacher_of(case, tokens: int, width: int):
     given = per_token(case.teacher_temperature, tokens)
     if not set(case.teacher) & {*TOPK_TEACHER}:
         logits = placed(case.place, tokens, width, case.teacher_dtype)
-        return hl.Teacher(logits, temperature=given) if set(case.teacher) & {*FULL_TEACHER} else None
+        return (
+            hl.Teacher(logits, temperature=given) if set(case.teacher) & {*FULL_TEACHER} else None
+        )
     shape, tail = (tokens, case.entries), has_tail(case.teacher)
     ids = torch.zeros(shape, dtype=case.labels or torch.int64)
     mask = torch.ones(shape, dtype=torch.bool) if case.bias else None
-    temperatures = {"student_temperature" if tail else "temperature": given}  # a temperature leaves no tail
+    # a temperature leaves no tail
+    temperatures = {"student_temperature" if tail else "temperature": given}
     log_probs = torch.zeros(shape, dtype=case.teacher_dtype)
     return hl.TopKTeacher(ids, log_probs, mask, renormalize=not tail, **temperatures)
 
@@ -309,7 +344,11 @@ def call_statistics(case, groups):
             shard=shard,
             want=(
                 *(name for name, wanted in flags.items() if wanted),
-                *(name for name in case.teacher if case.labels or name not in ("set_log_prob", "rank")),
+                *(
+                    name
+                    for name in case.teacher
+                    if case.labels or name not in ("set_log_prob", "rank")
+                ),
             ),
             transform=hl.Transform(
                 bias=case.bias and torch.zeros(width, dtype=case.bias),
@@ -322,7 +361,9 @@ def call_statistics(case, groups):
             total_weight=torch.ones(width) if case.total == "weighted" else None,
             options=OPTIONS,
         )
-    differentiable = [(name, x) for name, x in stats._asdict().items() if getattr(x, "requires_grad", False)]
+    differentiable = [
+        (name, x) for name, x in stats._asdict().items() if getattr(x, "requires_grad", False)
+    ]
     softmax = "lse", "log_prob", "target_logit"
     kept = {"all": lambda name: name != "target_logit", "log_prob": lambda name: name == "log_prob"}
     keep = kept.get(case.upstream, lambda name: name not in softmax)
@@ -336,11 +377,18 @@ def call_late_gradient(head, logits, labels, token_weight, denominator):
     call, request = head._checked(given, token_weight, denominator, None)
     reduction = fused_reduction(call, logits, "triton")
     row, inverse = torch.zeros(len(labels)), torch.zeros(2, dtype=torch.float64)
-    merged, forecast = torch.zeros(len(request.layout.merged), len(labels)), torch.zeros(4, dtype=torch.int32)
+    merged, forecast = (
+        torch.zeros(len(request.layout.merged), len(labels)),
+        torch.zeros(4, dtype=torch.int32),
+    )
     for has_slopes in (False, True):
         if has_slopes or reduction.plan.gradients is not None:
             late = LateGradient(request, reduction.plan, has_slopes, reduction.weight)
-            values = torch.zeros(len(TERMS_OF_ONE_READ), len(labels)) if has_slopes else [row] * len(head.terms)
+            values = (
+                torch.zeros(len(TERMS_OF_ONE_READ), len(labels))
+                if has_slopes
+                else [row] * len(head.terms)
+            )
             tensors = *request.tensors[:2], merged, reduction.weight, inverse, values
             late(logits.grad, forecast, *tensors, torch.zeros(()))
 
@@ -353,7 +401,10 @@ def call_head(case, groups):
     denominator = {"sum": None, "tensor": torch.tensor(8.0)}.get(case.denominator, case.denominator)
     terms = [TERMS[name] for name in case.terms]
     head = hl.HeadLoss(terms, metrics=case.metrics, reduction=reduction, options=OPTIONS)
-    given = {"token_weight": torch.ones(tokens) if case.token_weight else None, "denominator": denominator}
+    given = {
+        "token_weight": torch.ones(tokens) if case.token_weight else None,
+        "denominator": denominator,
+    }
     if case.linear is None:
         logits = torch.zeros(tokens, case.width, dtype=case.dtype, requires_grad=True)
         head(logits, labels, **given).loss.backward()
@@ -376,10 +427,15 @@ def call_head(case, groups):
 
 
 def call_step(case, groups):
-    """Steps of a `HeadLoss` of one kind, of which the third launches what the first two prepared."""
+    """Steps of a `HeadLoss` of one kind, of which the third launches what the first two
+    prepared."""
     tokens, width = (17, 513) if "gaps" in case.place else (16, 513 if case.place == "odd" else 512)
     logits = placed(case.place, tokens, width, case.dtype).requires_grad_()
-    shard = hl.VocabShard.from_group(None, vocab_size=510, padded_size=512) if case.place == "padded" else None
+    shard = (
+        hl.VocabShard.from_group(None, vocab_size=510, padded_size=512)
+        if case.place == "padded"
+        else None
+    )
     labels = torch.zeros(tokens, dtype=case.labels)
     head = hl.HeadLoss([TERMS[name] for name in case.terms], metrics=case.metrics, options=OPTIONS)
     for _ in range(3):
@@ -389,14 +445,16 @@ def call_step(case, groups):
 def call_plain():
     """Forward and backward of a mean cross-entropy, aligned, in bf16."""
     logits = torch.zeros(16, 4096, dtype=torch.bfloat16, requires_grad=True)
-    hl.HeadLoss([hl.CrossEntropy()], options=OPTIONS)(logits, torch.zeros(16, dtype=torch.int64)).loss.backward()
+    hl.HeadLoss([hl.CrossEntropy()], options=OPTIONS)(
+        logits, torch.zeros(16, dtype=torch.int64)
+    ).loss.backward()
 
 
 def call_epilogue(case, groups):
     """Forward and backward of a linear head's statistics that are epilogues."""
     with (
         mock.patch.object(linear_triton, "_major_capability", lambda device: case.capability // 10),
-        mock.patch.object(linear_call, "is_default", lambda device: True),
+        mock.patch.object(epilogue, "is_default", lambda device: True),
     ):
         _call_epilogue(case)
 
@@ -423,14 +481,19 @@ def call_sample(case, groups):
 
 def record_variants(architecture: int | str = 90) -> list[Variant]:
     """The variants that the calls need."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=512)  # its collectives do nothing
-    groups = {1: None, 512: dist.group.WORLD} | {n: dist.new_group(list(range(n))) for n in (2, 3, 8)}
+    # its collectives do nothing
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=512)
+    groups = {1: None, 512: dist.group.WORLD} | {
+        n: dist.new_group(list(range(n))) for n in (2, 3, 8)
+    }
     recorder = Recorder(architecture)
     with recorder.recording():
         recorder.case = PLAIN
         call_plain()
         calls = [(CALLS, call_statistics), (HEADS, call_head), (SAMPLES, call_sample)]
-        for axes, call in calls if isinstance(architecture, str) else [*calls, (EPILOGUES, call_epilogue)]:
+        for axes, call in (
+            calls if isinstance(architecture, str) else [*calls, (EPILOGUES, call_epilogue)]
+        ):
             for recorder.case in pairwise(axes):
                 call(recorder.case, groups)
         # among them any two that differ in one axis alone
@@ -450,9 +513,11 @@ def dumped(compiled, what: str) -> str:
 
 
 def check_waits(compiled):
-    """Raise ValueError where a GEMM waits for each multiplication: the assembler makes it so, and only says it in a
-    message, if anything else may read or write accumulators meanwhile. A third more time."""
-    products = [line for line in dumped(compiled, "-sass").splitlines() if "HGMMA" in line]  # of capability 9.0
+    """Raise ValueError where a GEMM waits for each multiplication: the assembler makes it so, and
+    only says it in a message, if anything else may read or write accumulators meanwhile. A third
+    more time."""
+    # of capability 9.0
+    products = [line for line in dumped(compiled, "-sass").splitlines() if "HGMMA" in line]
     if len(products) > 1 and all("gsb0" in line for line in products):
         raise ValueError("multiplications of the tensor cores must not wait for each other")
 
@@ -461,7 +526,8 @@ class Resources(NamedTuple):
     registers: int  # per thread
     stack: int  # bytes per thread
     shared: int  # bytes per program
-    code: int  # characters of PTX without debug information, to which the time of compilation is proportional
+    # characters of PTX without debug information, to which the time of compilation is proportional
+    code: int
 
     @classmethod
     def of(cls, compiled) -> "Resources":
@@ -471,31 +537,46 @@ class Resources(NamedTuple):
             registers, stack = (int(re.search(rf"\.{name}: +(\d+)", code)[1]) for name in names)
             return cls(registers, stack, compiled.metadata.shared, len(code))
         report = dumped(compiled, "-res-usage")
-        registers, stack = (int(re.search(rf"{name}:(\d+)", report)[1]) for name in ("REG", "STACK"))
+        registers, stack = (
+            int(re.search(rf"{name}:(\d+)", report)[1]) for name in ("REG", "STACK")
+        )
         code = re.sub(r"(?m)^\s*(\.loc|//).*\n", "", compiled.asm["ptx"].split(".section")[0])
         return cls(registers, stack, compiled.metadata.shared, len(code))
 
     def check(self, variant: Variant, architecture: int | str):
         """Raise ValueError where a variant takes too much."""
         is_amd = isinstance(architecture, str)
-        crowded = set(getattr(variant.case, "teacher", ())) >= {"forward_kl", "reverse_kl", "teacher_entropy"}
+        crowded = set(getattr(variant.case, "teacher", ())) >= {
+            "forward_kl",
+            "reverse_kl",
+            "teacher_entropy",
+        }
         spills = CROWDED_SPILL_LIMIT if crowded else SPILL_LIMIT
         most = SHARED_LIMIT
         if variant.name in GEMMS:
             most, spills = GEMM_SHARED_LIMIT, GEMM_SPILL_LIMITS[architecture]
         if self.shared > most or self.stack > spills:
             raise ValueError(f"at most {most} bytes shared and {spills} spilled, got {self}")
-        if variant.case == PLAIN and not is_amd and self.registers > (limit := PLAIN_LIMITS.get(variant.name, 255)):
+        if (
+            variant.case == PLAIN
+            and not is_amd
+            and self.registers > (limit := PLAIN_LIMITS.get(variant.name, 255))
+        ):
             raise ValueError(f"a plain cross-entropy has at most {limit} registers, got {self}")
         names = variant.kernel.arg_names
         packets = variant.constants[(names.index("PACKETS"),)] if "PACKETS" in names else 0
         if packets > 8 and self.code > (limit := AMD_LOOP_LIMIT if is_amd else LOOP_LIMIT):
-            raise ValueError(f"a merge of many ranks must be a loop of at most {limit} characters, got {self}")
+            raise ValueError(
+                f"a merge of many ranks must be a loop of at most {limit} characters, got {self}"
+            )
 
 
 def covering(variants: list[Variant]) -> list[Variant]:
-    """A few of a kernel's variants that together have every value of every axis that its calls have."""
-    values = [{(type(variant.case), *value) for value in enumerate(variant.case)} for variant in variants]
+    """A few of a kernel's variants that together have every value of every axis that its calls
+    have."""
+    values = [
+        {(type(variant.case), *value) for value in enumerate(variant.case)} for variant in variants
+    ]
     missing, chosen = set().union(*values), []
     while missing:
         most = max(range(len(variants)), key=lambda i: len(values[i] & missing))
@@ -513,12 +594,18 @@ def to_compile(capabilities, everything: bool):
         if name in GEMMS:  # which take seconds each, and have a tile for each architecture
             served = [variant for variant in variants if variant.case.capability in capabilities]
             chosen = served if everything else covering(served)
-            yield from ((v, v.case.capability) for v in chosen[: 1 if len(capabilities) == 1 else None])
+            yield from (
+                (v, v.case.capability) for v in chosen[: 1 if len(capabilities) == 1 else None]
+            )
             continue
         if 90 in capabilities:
             yield from ((variant, 90) for variant in variants if variant.case == PLAIN)
         if everything:
-            yield from ((v, c) for v, c in itertools.product(variants, capabilities) if not v.is_early or c >= 90)
+            yield from (
+                (v, c)
+                for v, c in itertools.product(variants, capabilities)
+                if not v.is_early or c >= 90
+            )
             continue
         chosen = covering(variants)
         if len(capabilities) == 1 or isinstance(capabilities[0], str):
@@ -526,12 +613,16 @@ def to_compile(capabilities, everything: bool):
             chosen = chosen[: -(-len(chosen) // 2)]
         yield from ((chosen[0], c) for c in capabilities[1:])
         # architectures differ little for what is Triton's own
-        yield from ((v, max(c, 90) if v.is_early else c) for v, c in zip(chosen, itertools.cycle(capabilities)))
+        yield from (
+            (v, max(c, 90) if v.is_early else c)
+            for v, c in zip(chosen, itertools.cycle(capabilities))
+        )
 
 
 def main(capabilities, everything: bool):
     if isinstance(capabilities[0], str):
-        numerics_triton.PTX = triton.language.constexpr(False)  # as where torch is built for AMD's GPUs
+        # as where torch is built for AMD's GPUs
+        numerics_triton.PTX = triton.language.constexpr(False)
     compiled, failures, taken = 0, [], collections.defaultdict(list)
     for variant, capability in to_compile(capabilities, everything):
         try:
@@ -546,11 +637,16 @@ def main(capabilities, everything: bool):
         except Exception as error:  # every failure is listed before the exit
             while error.__cause__ is not None:
                 error = error.__cause__
-            failures.append(f"{variant.name} {capability} {variant.case}: {type(error).__name__}: {error}")
+            failures.append(
+                f"{variant.name} {capability} {variant.case}: {type(error).__name__}: {error}"
+            )
     for name, each in sorted(taken.items()):
         registers, stack, shared, code = map(max, zip(*each))
         spilling = sum(r.stack > 0 for r in each)
-        print(f"{name}: {len(each)} variants, at most {registers} registers, {shared} bytes shared, ", end="")
+        print(
+            f"{name}: {len(each)} variants, at most {registers} registers, {shared} bytes shared, ",
+            end="",
+        )
         print(f"{stack} spilled ({spilling} variants), {code >> 10} KiB of assembly")
     print(*failures, f"compiled {compiled}, failed {len(failures)}", sep="\n")
     return bool(failures)

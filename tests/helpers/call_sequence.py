@@ -1,4 +1,5 @@
-"""Random calls of shared `HeadLoss`es, and what each gives: for tests of what one call leaves for the next."""
+"""Random calls of shared `HeadLoss`es, and what each gives: for tests of what one call leaves for
+the next."""
 
 import contextlib
 import functools
@@ -29,7 +30,11 @@ LOSSES: dict[str, tuple] = {  # terms, metrics, inputs
     "entropy": ([hl.CrossEntropy(label_smoothing=0.1), hl.Entropy(0.2)], ("entropy",), ()),
     "policy": ([hl.PolicyGradient(), hl.KLToReference(0.1)], ("entropy",), POLICY),
     "its own weights": ([hl.PolicyGradient("positive-nll")], (), ("rewards",)),
-    "own": ([hl.CrossEntropy(), hl.Term("moody", moody, 0.5, inputs=("mood",), pointwise=True)], (), ("mood",)),
+    "own": (
+        [hl.CrossEntropy(), hl.Term("moody", moody, 0.5, inputs=("mood",), pointwise=True)],
+        (),
+        ("mood",),
+    ),
 }
 
 
@@ -63,7 +68,9 @@ def random_call(choices: random.Random, backends, modes) -> Call:
         backwards=choices.choice([1, 1, 1, 2, 0]),
         mode=choices.choice(modes),
         inplace=choices.random() < 0.15,
-        gradient=choices.choice(["auto", "forward", "forward", "backward"]) if torch.cuda.is_available() else "auto",
+        gradient=choices.choice(["auto", "forward", "forward", "backward"])
+        if torch.cuda.is_available()
+        else "auto",
         denominator=choices.choice([None, None, 4.0, 0, "tensor"]),
         weighted=choices.random() < 0.2,
         linear=choices.choice([None, None, "auto", "recompute", "one_sweep"]),
@@ -77,8 +84,12 @@ def random_calls(seed: int, count: int, backends, modes) -> list[Call]:
     calls = [random_call(choices, backends, modes)]
     while len(calls) < count:
         other = random_call(choices, backends, modes)
-        changed = choices.sample(Call._fields[1:], choices.choice([0, 0, 1, 1, 2, len(Call._fields) - 1]))
-        calls.append(calls[-1]._replace(seed=other.seed, **{name: getattr(other, name) for name in changed}))
+        changed = choices.sample(
+            Call._fields[1:], choices.choice([0, 0, 1, 1, 2, len(Call._fields) - 1])
+        )
+        calls.append(
+            calls[-1]._replace(seed=other.seed, **{name: getattr(other, name) for name in changed})
+        )
     return calls
 
 
@@ -134,14 +145,21 @@ class Caller:
         given = {
             "shard": self.shard,
             "inputs": inputs or None,
-            "denominator": torch.tensor(5.0, device=self.device) if call.denominator == "tensor" else call.denominator,
+            "denominator": torch.tensor(5.0, device=self.device)
+            if call.denominator == "tensor"
+            else call.denominator,
             "token_weight": draw(call.tokens).abs() if call.weighted else None,
         }
         columns = slice(None) if self.shard is None else slice(self.shard.start, self.shard.stop)
         inplace = call.inplace and call.linear is None
         head = self.head(call.loss, call.backend, inplace, "auto" if call.linear else call.gradient)
         if call.linear is None:
-            leaves = [(3 * draw(call.tokens, WIDTH))[:, columns].to(call.dtype).contiguous().requires_grad_()]
+            leaves = [
+                (3 * draw(call.tokens, WIDTH))[:, columns]
+                .to(call.dtype)
+                .contiguous()
+                .requires_grad_()
+            ]
             out = head(leaves[0] * 1.0, labels, **given)
         else:
             hidden, weight = draw(call.tokens, HIDDEN), draw(WIDTH, HIDDEN)[columns]

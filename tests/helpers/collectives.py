@@ -8,7 +8,8 @@ import torch
 
 @contextlib.contextmanager
 def counted_collectives():
-    """What the process group itself did, whoever asked: names of the communication events of the profiler."""
+    """What the process group itself did, whoever asked: names of the communication events of the
+    profiler."""
     events = Counter()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         yield events

@@ -1,13 +1,14 @@
-"""Ranks that may die: each does what it is told, one job at a time, and reports what became of it and when.
+"""Ranks that may die: each does what it is told, one job at a time, and reports what became of it
+and when.
 
     with Ranks(2) as ranks:
-        ranks.start(0, function, *args)   # function(group, device, *args) on rank 0; returns at once
-        ranks.kill(1)
+        ranks.start(0, function, *args)   # function(group, device, *args) on rank 0; returns at
+        once ranks.kill(1)
         ranks.result(0)                   # an Outcome, also if the process died
 
-Unlike those of `ranks.on_ranks` these processes serve one test and have a short timeout. Leaving the block kills
-whichever is left, by its id, and fails if any is still there then, be it as a zombie. gloo and CPU tensors, also on
-machines with GPUs, or NCCL.
+Unlike those of `ranks.on_ranks` these processes serve one test and have a short timeout. Leaving
+the block kills whichever is left, by its id, and fails if any is still there then, be it as a
+zombie. gloo and CPU tensors, also on machines with GPUs, or NCCL.
 """
 
 import importlib
@@ -44,7 +45,8 @@ def _rank(rank, size, store, pipe, nccl, environment):
     device = torch.device("cuda", rank) if nccl else torch.device("cpu")
     if nccl:
         torch.cuda.set_device(device)
-    importlib.import_module("test_faults")  # the jobs' module: beside other work that takes longer than the timeout
+    # the jobs' module: beside other work that takes longer than the timeout
+    importlib.import_module("test_faults")
     pipe.send(None)  # all meet when the slowest has come so far
     pipe.recv()
     dist.init_process_group(
@@ -128,7 +130,8 @@ class Ranks:
         return now
 
     def leave(self, rank: int) -> int | None:
-        """End a rank as its program would, with the exception of its last job if there was one -> its exit code."""
+        """End a rank as its program would, with the exception of its last job if there was one ->
+        its exit code."""
         self.pipes[rank].send(None)
         self.processes[rank].join(TIMEOUT + GRACE)
         return self.processes[rank].exitcode

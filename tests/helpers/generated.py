@@ -33,7 +33,11 @@ def ratio_terms(name, option, lp, given):
             ratio = (held - old).exp().clamp(0.8, 1.2).detach()
             return -ratio * a * lp, a.abs()
         function = {"clip": policy_oracle.ppo, "sapo": policy_oracle.sapo}.get(option)
-        value = function(held, a, old, mask) if function else policy_oracle.dual_clip(held, a, old, mask, 0.2, 0.2, 3.0)
+        value = (
+            function(held, a, old, mask)
+            if function
+            else policy_oracle.dual_clip(held, a, old, mask, 0.2, 0.2, 3.0)
+        )
         # sapo: a sigmoid of up to tau e^x, whose derivative is bounded by 1
         return value, 4 * a.abs() * (1 + (held - old).exp())
     x = (lp - given["reference_log_prob"]).clamp(-CLAMP, CLAMP)
@@ -42,16 +46,24 @@ def ratio_terms(name, option, lp, given):
 
 
 def term_parts(case, p, truth, stats, term):
-    """Per-token value, differentiable in `stats`; sizes of its parts and of its slope's; rows at a kink of its."""
+    """Per-token value, differentiable in `stats`; sizes of its parts and of its slope's; rows at a
+    kink of its."""
     name, _, option = term
-    given = {key: p[key].double()[truth.keep] for key in ("advantages", "old_log_prob", "reference_log_prob")}
+    given = {
+        key: p[key].double()[truth.keep]
+        for key in ("advantages", "old_log_prob", "reference_log_prob")
+    }
     none = torch.zeros(len(truth.z), dtype=torch.float64)
     far = torch.zeros(len(truth.z), dtype=torch.bool)
     over = "set_" if case.sets else ""
     lse, lp = stats["lse"], stats["log_prob"]
     if name == "cross_entropy":
         smoothing, formula, weighted = option
-        alpha = smoothing if formula == "torch" else smoothing * case.vocab_size / max(case.vocab_size - 1, 1)
+        alpha = (
+            smoothing
+            if formula == "torch"
+            else smoothing * case.vocab_size / max(case.vocab_size - 1, 1)
+        )
         nll = -lp * (p["weight"].double()[truth.labels] if weighted else 1.0)
         if not smoothing:
             return nll, nll.abs(), none, far
@@ -81,14 +93,16 @@ def term_parts(case, p, truth, stats, term):
 
 
 def add_composite(case, p, truth):
-    """The top-K divergence of a head from its definition over the whole vocabulary, as one more statistic."""
+    """The top-K divergence of a head from its definition over the whole vocabulary, as one more
+    statistic."""
     divergence, support, _ = next(option for name, _, option in case.terms if name == "topk")
     keep, side = truth.keep, truth.side
     value = definition(
         side, p["ids"][keep], p["log_probs"][keep], p["mask"][keep], divergence, support,
         of_teacher=fitted(p["of_teacher"], keep), of_student=1.0, renormalize=case.renormalize,
     )  # fmt: skip
-    # up to four statistics; a log-prob of -100 for what the teacher does not know weighs the error of its probability
+    # up to four statistics; a log-prob of -100 for what the teacher does not know weighs the error
+    # of its probability
     factor = 4.0 + 100.0 * ((divergence, support) == ("reverse_kl", "vocabulary"))
     truth.values["composite"] = value.detach()
     truth.errors["composite"] = factor * truth.errors["teacher_mass"]
@@ -97,18 +111,32 @@ def add_composite(case, p, truth):
 
 
 def check_head(case, p, truth, nan, first):
-    """Loss, sums and count; -> upstream gradients of the statistics, their errors, and rows not to be compared."""
+    """Loss, sums and count; -> upstream gradients of the statistics, their errors, and rows not to
+    be compared."""
     keep, unit = truth.keep, truth.r.unit
     if any(name == "topk" for name, *_ in case.terms):
         add_composite(case, p, truth)
     trained = (*DIFFERENTIABLE, "composite")
-    leaves = {n: v.double().clone().requires_grad_(n in trained) for n, v in truth.values.items() if n != "argmax"}
+    leaves = {
+        n: v.double().clone().requires_grad_(n in trained)
+        for n, v in truth.values.items()
+        if n != "argmax"
+    }
     valid = ~p["ignored"]
-    weight = torch.ones(len(valid), dtype=torch.float64) if p["token_weight"] is None else p["token_weight"].double()
+    weight = (
+        torch.ones(len(valid), dtype=torch.float64)
+        if p["token_weight"] is None
+        else p["token_weight"].double()
+    )
     count = (weight * valid).sum()
-    close("count", first["count"][0], count, (len(valid) + 4) * 2.0**-24 * count)  # in fp32, whatever the logits
+    # in fp32, whatever the logits
+    close("count", first["count"][0], count, (len(valid) + 4) * 2.0**-24 * count)
     rows = weight[keep]
-    upstream = torch.linspace(-1, 2, len(valid)).double()[keep] if case.reduction == "none" else torch.ones_like(rows)
+    upstream = (
+        torch.linspace(-1, 2, len(valid)).double()[keep]
+        if case.reduction == "none"
+        else torch.ones_like(rows)
+    )
     loss, of_loss = torch.zeros_like(rows), torch.zeros_like(rows)
     grads, errors = {}, {}
     skip = torch.zeros(len(rows), dtype=torch.bool)
@@ -126,7 +154,9 @@ def check_head(case, p, truth, nan, first):
             divisor = divisor if case.denominator is None else case.denominator
         c = rows * term[1] / (divisor or torch.inf)
         needed = [n for n, leaf in leaves.items() if leaf.requires_grad]
-        found = torch.autograd.grad(value.sum(), [leaves[n] for n in needed], create_graph=True, allow_unused=True)
+        found = torch.autograd.grad(
+            value.sum(), [leaves[n] for n in needed], create_graph=True, allow_unused=True
+        )
         # a divisor that is a sum of weights is a sum in fp32, whatever the logits
         of_divisor = (len(valid) + 4) * 2.0**-24 if isinstance(divisor, torch.Tensor) else 0.0
         error = 16 * unit * (size.detach() + slope)
@@ -136,7 +166,9 @@ def check_head(case, p, truth, nan, first):
             error = error + (g.detach().abs() * truth.errors[n]).nan_to_num(posinf=0.0)
             of_g = 16 * unit * (g.detach().abs() + slope) + of_divisor * g.detach().abs()
             if g.requires_grad:
-                second = torch.autograd.grad(g.sum(), [leaves[m] for m in needed], retain_graph=True, allow_unused=True)
+                second = torch.autograd.grad(
+                    g.sum(), [leaves[m] for m in needed], retain_graph=True, allow_unused=True
+                )
                 for m, h in zip(needed, second):
                     if h is not None:
                         of_g = of_g + (h.abs() * truth.errors[m]).nan_to_num(posinf=0.0)
@@ -144,7 +176,10 @@ def check_head(case, p, truth, nan, first):
             errors[n] = errors.get(n, 0.0) + of_g * c.abs() * upstream.abs()
         value, error = value.detach(), error.nan_to_num(posinf=0.0)
         size = value.abs().nan_to_num(posinf=0.0)
-        loss, of_loss = loss + c * value, of_loss + c.abs() * (error + (16 * unit + of_divisor) * size)
+        loss, of_loss = (
+            loss + c * value,
+            of_loss + c.abs() * (error + (16 * unit + of_divisor) * size),
+        )
         total = (rows * value).sum() + (torch.nan if nan.any() else 0.0)
         of_total = (rows * (error + (len(rows) + 4) * unit * size)).sum()
         close(f"term {term[0]}", first[f"term {term[0]}"][0], total, of_total)
@@ -165,7 +200,9 @@ def check(case: Case, results: list) -> None:
     first = results[0]
     for r, result in enumerate(results):
         for name in first.keys() - {"grad", "bias grad"}:
-            assert bits_equal(result[name], first[name]), f"{name} of rank {r} differs from rank 0's"
+            assert bits_equal(result[name], first[name]), (
+                f"{name} of rank {r} differs from rank 0's"
+            )
     grad = joined(case, [result["grad"] for result in results])
     z, _ = student_side(p["x"], p["bias"], case, p["temperature"])
     z = z if case.dtype == "float64" else torch.where(z.abs() > 3.4e38, z * torch.inf, z)
@@ -173,12 +210,16 @@ def check(case: Case, results: list) -> None:
     keep = ~nan & ~ignored
     truth = Truth(case, p, keep, gpu)
     names = [name for name in first if name in truth.values]
-    assert case.head or {*case.want} <= {*names, "rank"}, "a statistic without a formula in the oracle"
+    assert case.head or {*case.want} <= {*names, "rank"}, (
+        "a statistic without a formula in the oracle"
+    )
     for name in set(names) - {"argmax"}:
         got, undefined = first[name], nan
         if name == "log_probs_at":  # 0 for none
             got, undefined = got.view(p["ids"].shape), nan[:, None] & (p["ids"] >= 0)
-        assert got[undefined].isnan().all(), f"{name} of rows {nan.nonzero()[:, 0].tolist()} must be NaN"
+        assert got[undefined].isnan().all(), (
+            f"{name} of rows {nan.nonzero()[:, 0].tolist()} must be NaN"
+        )
         assert not got[ignored].any(), f"{name} of ignored rows must be 0"
         close(name, got[keep], truth.values[name], truth.errors[name])
     if "log_prob" in first:
@@ -213,7 +254,8 @@ def check(case: Case, results: list) -> None:
 
 
 def joined(case, parts):
-    """Ranks' columns -> [.., V] in the order of the vocabulary; what lies beyond is padding and must be 0."""
+    """Ranks' columns -> [.., V] in the order of the vocabulary; what lies beyond is padding and
+    must be 0."""
     ordered = sorted(range(len(parts)), key=lambda r: case.order[r])
     whole = torch.cat([parts[r] for r in ordered], -1)
     assert not whole[..., case.vocab_size :].any(), "the gradient of padding must be 0"
@@ -221,7 +263,9 @@ def joined(case, parts):
 
 
 def check_gradient(grad, dx, error, nan, ignored, keep, skip, truth):
-    assert grad[nan].isnan().all(), f"the gradient of rows {nan.nonzero()[:, 0].tolist()} must be NaN"
+    assert grad[nan].isnan().all(), (
+        f"the gradient of rows {nan.nonzero()[:, 0].tolist()} must be NaN"
+    )
     assert not grad[ignored].any(), "the gradient of ignored rows must be 0"
     got, dtype = grad[keep][~skip], grad.dtype
     dx, error, z = dx[~skip], error[~skip], truth.z[~skip]
@@ -232,10 +276,13 @@ def check_gradient(grad, dx, error, nan, ignored, keep, skip, truth):
     allowed = error + 0.5 * oracle.ulp(dx.abs() + error, dtype)
     if dtype == torch.float16:  # denormals
         allowed = torch.maximum(allowed, error + 2.0**-25)
-    overflow = (got.double() == dx.sign() * torch.inf) & (dx.abs() + error > 0.99 * torch.finfo(dtype).max)
+    overflow = (got.double() == dx.sign() * torch.inf) & (
+        dx.abs() + error > 0.99 * torch.finfo(dtype).max
+    )
     good = ((got.double() - dx).abs() <= allowed) | overflow
     assert good.all(), (
-        f"gradient: {got[~good][:3].tolist()} for {dx[~good][:3].tolist()}, allowed {allowed[~good][:3].tolist()}"
+        f"gradient: {got[~good][:3].tolist()} for {dx[~good][:3].tolist()}, allowed "
+        f"{allowed[~good][:3].tolist()}"
     )
 
 

@@ -45,7 +45,11 @@ def edit(x, labels, case):
 def build(case: Case) -> dict:
     """All tensors of a case on the CPU, of the whole vocabulary."""
     generator = torch.Generator().manual_seed(case.seed)
-    n, v, dtype = case.rows + case.rows % 2 * (case.lead != "flat"), case.vocab_size, getattr(torch, case.dtype)
+    n, v, dtype = (
+        case.rows + case.rows % 2 * (case.lead != "flat"),
+        case.vocab_size,
+        getattr(torch, case.dtype),
+    )
 
     def randn(*shape):
         return torch.randn(*shape, generator=generator)
@@ -73,7 +77,8 @@ def build(case: Case) -> dict:
     # the largest logit, or a set might have none
     largest = (case.scale * (x if bias is None else x + bias)).nan_to_num(nan=0.0).argmax(-1)
     kept = torch.cat([ids, labels.clamp(0, v - 1)[:, None], largest[:, None]], 1)
-    log_probs = t.nan_to_num(posinf=0.0).log_softmax(-1).gather(1, ids) - 3.0  # of duplicates, too, less than 1
+    # of duplicates, too, less than 1
+    log_probs = t.nan_to_num(posinf=0.0).log_softmax(-1).gather(1, ids) - 3.0
     # the mass of entries without renormalisation is at most e^-3 times their number of copies
     log_probs = log_probs - torch.tensor(float(case.entries)).log()
 
@@ -128,7 +133,8 @@ def shaped(x, case):
 
 
 def make_sets(case, p, moved):
-    """The sets: with a rotated order for each token, padded, or without the ids that occur before."""
+    """The sets: with a rotated order for each token, padded, or without the ids that occur
+    before."""
     kept = p["kept"]
     if case.sets == "padded":
         return hl.IdSets(moved(kept), moved(torch.ones_like(kept, dtype=torch.bool)))
@@ -144,16 +150,28 @@ def make_terms(case, p, device):
     for name, weight, option in case.terms:
         if name == "cross_entropy":
             smoothing, formula, weighted = option
-            terms.append(hl.CrossEntropy(weight, smoothing, formula, p["weight"].to(device) if weighted else None))
+            terms.append(
+                hl.CrossEntropy(
+                    weight, smoothing, formula, p["weight"].to(device) if weighted else None
+                )
+            )
         elif name == "policy":
             objective = "clip" if option == "dual clip" else option
-            terms.append(hl.PolicyGradient(objective, weight, name="policy", over=over, **OFTEN[option]))
+            terms.append(
+                hl.PolicyGradient(objective, weight, name="policy", over=over, **OFTEN[option])
+            )
         elif name == "kl":
             terms.append(hl.KLToReference(weight, option, output_clamp=None, over=over))
         elif name == "distillation":
-            terms.append(hl.Distillation(weight, option[0], temperature_squared=option[1], name="distillation"))
+            terms.append(
+                hl.Distillation(
+                    weight, option[0], temperature_squared=option[1], name="distillation"
+                )
+            )
         elif name == "topk":
-            terms.append(hl.TopKDistillation(weight, *option[:2], temperature_squared=option[2], name="topk"))
+            terms.append(
+                hl.TopKDistillation(weight, *option[:2], temperature_squared=option[2], name="topk")
+            )
         else:
             terms.append(hl.Entropy(weight, over) if name == "entropy" else hl.ZLoss(weight))
     return terms
@@ -161,13 +179,19 @@ def make_terms(case, p, device):
 
 def scalar(name, x):
     """A number per token: log-probs at several ids, weighted."""
-    return (x * torch.linspace(0.3, 1.5, x.shape[-1], device=x.device)).sum(-1) if name == "log_probs_at" else x
+    return (
+        (x * torch.linspace(0.3, 1.5, x.shape[-1], device=x.device)).sum(-1)
+        if name == "log_probs_at"
+        else x
+    )
 
 
 def run_case(group, device, case, linear=None):
-    """One rank: statistics or head, backward, inputs unmodified. -> values [N] by name, gradients, flat.
+    """One rank: statistics or head, backward, inputs unmodified. -> values [N] by name, gradients,
+    flat.
 
-    linear: a mode of `Linear`: the same of the logits of random hidden states and weights instead."""
+    linear: a mode of `Linear`: the same of the logits of random hidden states and weights
+    instead."""
     p = build(case)
     rank = 0 if group is None else torch.distributed.get_rank(group)
     shard = make_shard(case, group, rank)
@@ -190,7 +214,9 @@ def run_case(group, device, case, linear=None):
     logits = shaped(logits, case) if case.lead == "sequence" else logits.view(*lead, stop - start)
     teacher = None
     if case.teacher == "whole":
-        teacher = hl.Teacher(shaped(local(p["t"]), case), moved(p["of_teacher"]), moved(p["of_student"]), BETA)
+        teacher = hl.Teacher(
+            shaped(local(p["t"]), case), moved(p["of_teacher"]), moved(p["of_student"]), BETA
+        )
     elif case.teacher == "topk":
         teacher = hl.TopKTeacher(
             moved(p["ids"]), moved(p["log_probs"]), moved(p["mask"]), None,
@@ -204,20 +230,37 @@ def run_case(group, device, case, linear=None):
     inputs = {name: moved(p[name]) for name in ("advantages", "old_log_prob", "reference_log_prob")}
     token_weight = moved(p["token_weight"])
     upstream = {name: moved(p["upstream"][name]) for name in case.upstream}
-    given = logits, bias, labels, transform.temperature, weight, token_weight, *inputs.values(), *upstream.values()
+    given = (
+        logits,
+        bias,
+        labels,
+        transform.temperature,
+        weight,
+        token_weight,
+        *inputs.values(),
+        *upstream.values(),
+    )
     tensors = [x for x in given if isinstance(x, torch.Tensor)]
     if teacher is not None:
         tensors += [x for x in vars(teacher).values() if isinstance(x, torch.Tensor)]
     before = [(x, x.detach().clone(), x._version) for x in tensors]
     operands, more, out = [logits.requires_grad_()], {}, {}
     if linear:
-        generator, shapes = torch.Generator().manual_seed(case.seed), ((*lead, 8), (stop - start, 8))
-        operands = [torch.randn(shape, generator=generator).to(logits).requires_grad_() for shape in shapes]
+        generator, shapes = (
+            torch.Generator().manual_seed(case.seed),
+            ((*lead, 8), (stop - start, 8)),
+        )
+        operands = [
+            torch.randn(shape, generator=generator).to(logits).requires_grad_() for shape in shapes
+        ]
         transform = hl.Transform(None, case.scale, case.softcap, transform.temperature)
         more = {"bias": bias, "linear": hl.Linear(linear)}
     if case.head:
         head = hl.HeadLoss(
-            make_terms(case, p, device), reduction=case.reduction, ignore_index=case.ignore_index, options=options
+            make_terms(case, p, device),
+            reduction=case.reduction,
+            ignore_index=case.ignore_index,
+            options=options,
         )
         needed = {name for term in head.terms for name in term.inputs}
         given = {name: inputs[name] for name in needed & set(inputs)}
@@ -228,8 +271,15 @@ def run_case(group, device, case, linear=None):
             transform=transform, inputs=given, **more,
         )  # fmt: skip
         stats, loss = result.stats, result.loss
-        out = {"loss": loss, "count": result.count, **{f"term {k}": value for k, value in result.terms.items()}}
-        losses, grads = [loss], [torch.linspace(-1, 2, n, device=device).view(loss.shape) if loss.dim() else None]
+        out = {
+            "loss": loss,
+            "count": result.count,
+            **{f"term {k}": value for k, value in result.terms.items()},
+        }
+        losses, grads = (
+            [loss],
+            [torch.linspace(-1, 2, n, device=device).view(loss.shape) if loss.dim() else None],
+        )
     else:
         stats = (hl.linear_vocab_statistics if linear else hl.vocab_statistics)(
             *operands, labels, shard=shard, want=case.want, transform=transform, teacher=teacher, sets=sets,
@@ -241,10 +291,17 @@ def run_case(group, device, case, linear=None):
     gradients = torch.autograd.grad(losses, operands + ([] if bias is None else [bias]), grads)
     for x, kept, version in before:
         assert bits_equal(x.detach(), kept) and x._version == version, "an input was written"
-    names = [name for name in stats._fields if isinstance(getattr(stats, name), torch.Tensor) and name != "labels"]
+    names = [
+        name
+        for name in stats._fields
+        if isinstance(getattr(stats, name), torch.Tensor) and name != "labels"
+    ]
     out |= {name: getattr(stats, name) for name in names}
     flat = {name: x.detach().reshape(-1).cpu() for name, x in out.items()}
-    flat |= {name: g.flatten(0, -2).cpu() for name, g in zip(("grad", "weight grad"), gradients[: len(operands)])}
+    flat |= {
+        name: g.flatten(0, -2).cpu()
+        for name, g in zip(("grad", "weight grad"), gradients[: len(operands)])
+    }
     if bias is not None:
         flat["bias grad"] = gradients[-1].cpu()
     return flat

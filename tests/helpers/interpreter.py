@@ -1,6 +1,8 @@
-"""Triton's interpreter without what it does again and again for every operation, and with bf16 as hardware rounds it.
+"""Triton's interpreter without what it does again and again for every operation, and with bf16 as
+hardware rounds it.
 
-Otherwise the operations stay the interpreter's own: what is kept here are patches, types and facts about types."""
+Otherwise the operations stay the interpreter's own: what is kept here are patches, types and facts
+about types."""
 
 import dataclasses
 import functools
@@ -23,7 +25,8 @@ def patch_interpreter():
     _round_to_bf16(interpreter)
     _expect_no_gaps(interpreter)
 
-    # Every sum of 32-bit integers is formed in 64 bits, too, to be compared: no size of these tests comes near.
+    # Every sum of 32-bit integers is formed in 64 bits, too, to be compared: no size of these tests
+    # comes near.
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
@@ -40,8 +43,9 @@ def patch_interpreter():
 
 
 def _patch_once(interpreter):
-    """A launch patches triton.language and restores it, and every call of a device function looks for what is left to
-    patch. Here nothing but the interpreter uses the language, so that it stays patched."""
+    """A launch patches triton.language and restores it, and every call of a device function looks
+    for what is left to patch. Here nothing but the interpreter uses the language, so that it stays
+    patched."""
     patch, patched = interpreter._patch_lang, set()
     stays = SimpleNamespace(restore=lambda: None)
 
@@ -56,7 +60,8 @@ def _patch_once(interpreter):
 
 
 def _call_builtins_directly(interpreter):
-    """A patched builtin copied its keywords to call a wrapper that checks for the one that was added."""
+    """A patched builtin copied its keywords to call a wrapper that checks for the one that was
+    added."""
 
     def patch(obj, name, member, builder, scope):
         function = getattr(member, "__wrapped__", member)  # of a tensor: no wrapper
@@ -72,7 +77,11 @@ def _call_builtins_directly(interpreter):
 
 def _keep_types(core):
     """Types of blocks, and what a tensor takes from its type, are made once."""
-    make_type, make_tensor, unwrap = core.block_type.__init__, core.tensor.__init__, core._unwrap_if_constexpr
+    make_type, make_tensor, unwrap = (
+        core.block_type.__init__,
+        core.tensor.__init__,
+        core._unwrap_if_constexpr,
+    )
     types = {}
 
     def new_type(cls, element_ty, shape):
@@ -92,7 +101,17 @@ def _keep_types(core):
             self.handle, self.type = handle, type
             self.shape, self.numel, self.dtype = parts
 
-    plain = {int, float, bool, str, type(None), core.tensor, core.dtype, core.pointer_type, core.block_type}
+    plain = {
+        int,
+        float,
+        bool,
+        str,
+        type(None),
+        core.tensor,
+        core.dtype,
+        core.pointer_type,
+        core.block_type,
+    }
 
     def unwrap_fast(value):
         kind = type(value)
@@ -100,22 +119,34 @@ def _keep_types(core):
             return value
         return value.value if kind is core.constexpr else unwrap(value)
 
-    core.block_type.__new__, core.block_type.__init__ = new_type, lambda self, element_ty, shape: None
+    core.block_type.__new__, core.block_type.__init__ = (
+        new_type,
+        lambda self, element_ty, shape: None,
+    )
     core.tensor.__init__ = init_tensor
     core._unwrap_if_constexpr = unwrap_fast
 
 
 def _skip_casts_between_equal_types(semantic):
-    """The type that an operation computes in is looked up, not found anew by comparisons of names: of two tensors, of a
-    tensor of floats and a number, of one of signed integers and a small integer, which have the tensor's type, and of
-    pointers and integers, which keep theirs. A cast to the type that is there is none."""
-    check, broadcast, cast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value, semantic.cast
-    numbers = dict.fromkeys(("fp32", "fp64"), (int, float)) | dict.fromkeys(("int32", "int64"), (int,))
+    """The type that an operation computes in is looked up, not found anew by comparisons of names:
+    of two tensors, of a tensor of floats and a number, of one of signed integers and a small
+    integer, which have the tensor's type, and of pointers and integers, which keep theirs. A cast
+    to the type that is there is none."""
+    check, broadcast, cast = (
+        semantic.binary_op_type_checking_impl,
+        semantic.broadcast_impl_value,
+        semantic.cast,
+    )
+    numbers = dict.fromkeys(("fp32", "fp64"), (int, float)) | dict.fromkeys(
+        ("int32", "int64"), (int,)
+    )
     plain, common = {*numbers}, {}
 
     def takes(tensor, number):
         kind = type(number)
-        return kind in numbers.get(tensor.dtype.name, ()) and (kind is float or -(2**31) <= number < 2**31)
+        return kind in numbers.get(tensor.dtype.name, ()) and (
+            kind is float or -(2**31) <= number < 2**31
+        )
 
     def common_type(self, a, b, div_or_mod):
         key = a.name, b.name, div_or_mod
@@ -123,7 +154,15 @@ def _skip_casts_between_equal_types(semantic):
             common[key] = self.computation_type_impl(a, False, b, False, div_or_mod)
         return common[key]
 
-    def check_types(self, lhs, rhs, allow_lhs_ptr=False, allow_rhs_ptr=False, arithmetic_check=True, div_or_mod=False):
+    def check_types(
+        self,
+        lhs,
+        rhs,
+        allow_lhs_ptr=False,
+        allow_rhs_ptr=False,
+        arithmetic_check=True,
+        div_or_mod=False,
+    ):
         if arithmetic_check and type(lhs) is self.tensor and type(rhs) is self.tensor:
             a, b = lhs.dtype, rhs.dtype
             if a.is_ptr():
@@ -147,10 +186,14 @@ def _skip_casts_between_equal_types(semantic):
             return input
         if fp_downcast_rounding is None and len(plain & {source.name, target.name}) == 2:
             dst_ty = input.type.with_element_ty(target)
-            return self.make_tensor(self.builder.cast_impl(input.handle, dst_ty), dst_ty)  # as each kind of cast is
+            # as each kind of cast is
+            return self.make_tensor(self.builder.cast_impl(input.handle, dst_ty), dst_ty)
         return cast(self, input, dst_ty, fp_downcast_rounding)
 
-    semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value = check_types, broadcast_types
+    semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value = (
+        check_types,
+        broadcast_types,
+    )
     semantic.cast = cast_types
 
 
@@ -160,25 +203,37 @@ def _check_sizes_quickly(interpreter):
 
     def fits(array, dtype):
         if dtype.name not in largest:
-            largest[dtype.name] = math.inf if dtype.is_ptr() else max(dtype.primitive_bitwidth, 8) // 8
+            largest[dtype.name] = (
+                math.inf if dtype.is_ptr() else max(dtype.primitive_bitwidth, 8) // 8
+            )
         return array.itemsize <= largest[dtype.name]
 
     interpreter._validate_np_data_size = fits
 
 
 def _sum_directly(interpreter):
-    """A sum is one of numpy's, which the interpreter finds after all other reductions, and copies; an exclusive or, of
-    which a sort is made, it forms element by element."""
+    """A sum is one of numpy's, which the interpreter finds after all other reductions, and copies;
+    an exclusive or, of which a sort is made, it forms element by element."""
     reduce, standard = interpreter.ReduceOps.apply, interpreter.tl.standard
     of_numpy = {standard._sum_combine: np.add, standard._xor_combine: np.bitwise_xor}
-    tensor, block_type, handle = interpreter.tl.core.tensor, interpreter.tl.block_type, interpreter.TensorHandle
+    tensor, block_type, handle = (
+        interpreter.tl.core.tensor,
+        interpreter.tl.block_type,
+        interpreter.TensorHandle,
+    )
 
     def apply(self, input):
         function = of_numpy.get(self.combine_fn)
-        if function is None or type(input) is not tensor or self.axis not in range(len(input.shape)):
+        if (
+            function is None
+            or type(input) is not tensor
+            or self.axis not in range(len(input.shape))
+        ):
             return reduce(self, input)
         data, dtype = input.handle.data, input.dtype
-        total = function.reduce(data, axis=self.axis, keepdims=self.keep_dims).astype(data.dtype, copy=False)
+        total = function.reduce(data, axis=self.axis, keepdims=self.keep_dims).astype(
+            data.dtype, copy=False
+        )
         if total.ndim:
             return tensor(handle(total, dtype), block_type(dtype, list(total.shape)))
         return tensor(handle(total.reshape(1), dtype), dtype)
@@ -187,7 +242,8 @@ def _sum_directly(interpreter):
 
 
 def _round_to_bf16(interpreter):
-    """The interpreter truncates fp32 to bf16. Hardware rounds to the nearest number, of two to the even one."""
+    """The interpreter truncates fp32 to bf16. Hardware rounds to the nearest number, of two to the
+    even one."""
     convert = interpreter._convert_float
 
     def convert_float(input, input_dtype, output_dtype, rounding_mode):
@@ -204,7 +260,8 @@ STRIDED = "x", "dx_ptr", "teacher", "z_ptr"  # of kernels that are given their s
 
 
 def _expect_no_gaps(interpreter):
-    """A kernel that is given no strides reads a tensor as if it had no gaps: one that has some is an error."""
+    """A kernel that is given no strides reads a tensor as if it had no gaps: one that has some is
+    an error."""
     run = interpreter.GridExecutor.__call__
 
     def expect(name, value):
@@ -212,7 +269,9 @@ def _expect_no_gaps(interpreter):
             for field, x in zip(getattr(value, "_fields", [name] * len(value)), value):
                 expect(field, x)
         elif hasattr(value, "is_contiguous") and not value.is_contiguous() and name not in STRIDED:
-            raise AssertionError(f"{name} has gaps: shape {list(value.shape)}, strides {value.stride()}")
+            raise AssertionError(
+                f"{name} has gaps: shape {list(value.shape)}, strides {value.stride()}"
+            )
 
     def checked_run(self, *args, **kwargs):
         for name, value in [*zip(self.arg_names, args), *kwargs.items()]:

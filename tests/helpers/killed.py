@@ -2,9 +2,10 @@
 
     torchrun .. tests/helpers/killed.py [options of launch/train.py]
 
-On the first attempt rank 0, at step 12, when all files of a checkpoint are written and the one that names it as the
-newest is not; on the second torchrun gets SIGTERM from rank 0, within step 15. With LOSE_NODE set: instead the rank
-that has LOSE_NODE=1, within step 9, with its torchrun, as if its host were lost; a first node that is alone waits.
+On the first attempt rank 0, at step 12, when all files of a checkpoint are written and the one that
+names it as the newest is not; on the second torchrun gets SIGTERM from rank 0, within step 15. With
+LOSE_NODE set: instead the rank that has LOSE_NODE=1, within step 9, with its torchrun, as if its
+host were lost; a first node that is alone waits.
 """
 
 import importlib
@@ -17,7 +18,10 @@ from pathlib import Path
 
 LAUNCH = Path(__file__).parents[2] / "launch"
 sys.path.insert(0, str(LAUNCH))
-checkpoint, tp_headloss = importlib.import_module("checkpoint"), importlib.import_module("tp_headloss")
+checkpoint, tp_headloss = (
+    importlib.import_module("checkpoint"),
+    importlib.import_module("tp_headloss"),
+)
 
 attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
 lose_node = os.environ.get("LOSE_NODE")

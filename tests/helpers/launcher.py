@@ -1,5 +1,5 @@
-"""Run a script as `python` or `torchrun` would, in processes that are forked from one that has imported torch: seconds
-less for each of them. Torchrun itself is in test_training."""
+"""Run a script as `python` or `torchrun` would, in processes that are forked from one that has
+imported torch: seconds less for each of them. Torchrun itself is in test_training."""
 
 import os
 import runpy
@@ -29,32 +29,46 @@ def _process(script, arguments, environment, log):
 
 
 def run_script(script, *arguments, ranks: int = 1, code: int = 0) -> str:
-    """script: its path from the project's root. -> what all ranks wrote; one that ends with another exit code than
-    `code` ends the others, and is an AssertionError with the end of it."""
+    """script: its path from the project's root. -> what all ranks wrote; one that ends with another
+    exit code than `code` ends the others, and is an AssertionError with the end of it."""
     if torch.cuda.is_available() and torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs, has {torch.cuda.device_count()}")
     context = start_context(False)
-    # As torchrun does it: the store is here, on a port that the system chose and that is taken from then on.
+    # As torchrun does it: the store is here, on a port that the system chose and that is taken from
+    # then on.
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    environment = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    environment = {
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
     environment |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     with tempfile.NamedTemporaryFile("r") as log:
         processes = []
         for rank in range(ranks):
-            of_rank = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
+            of_rank = (
+                environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
+            )
             call = str(ROOT / script), list(map(str, arguments)), of_rank, log.name
             processes.append(context.Process(target=_process, args=call, daemon=True))
         for process in processes:
             process.start()
         try:
-            while None in (codes := [process.exitcode for process in processes]) and set(codes) <= {None, code}:
+            while None in (codes := [process.exitcode for process in processes]) and set(codes) <= {
+                None,
+                code,
+            }:
                 # of these codes: all may have ended since, and a wait for none of them has no end
-                wait([process.sentinel for process, ended in zip(processes, codes) if ended is None])
+                wait(
+                    [process.sentinel for process, ended in zip(processes, codes) if ended is None]
+                )
         finally:
             for process in processes:
                 process.kill()
                 process.join()
         said = log.read()
     codes = [process.exitcode for process in processes]
-    assert codes == [code] * ranks, f"{script}: exit codes {codes}, expected {code} of each rank\n{said[-4000:]}"
+    assert codes == [code] * ranks, (
+        f"{script}: exit codes {codes}, expected {code} of each rank\n{said[-4000:]}"
+    )
     return said

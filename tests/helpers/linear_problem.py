@@ -37,7 +37,13 @@ def tensors(dtype=torch.float32):
 
     labels = torch.randint(0, V, (N,), generator=generator)
     labels[3::11] = -100
-    return draw(N, H).to(dtype), (0.4 * draw(V, H)).to(dtype), draw(V).to(dtype), labels, draw(N).abs()
+    return (
+        draw(N, H).to(dtype),
+        (0.4 * draw(V, H)).to(dtype),
+        draw(V).to(dtype),
+        labels,
+        draw(N).abs(),
+    )
 
 
 def terms():

@@ -4,20 +4,43 @@ import math
 
 import torch
 
-from tp_headloss import Linear, Sequences, TopKTeacher, Transform, VocabStatistics, spec, vocab_statistics
+from tp_headloss import (
+    Linear,
+    Sequences,
+    TopKTeacher,
+    Transform,
+    VocabStatistics,
+    spec,
+    vocab_statistics,
+)
 
 B, S, V = 2, 3, 3
 MASK = torch.ones(B, S, dtype=torch.bool)
-WANT = "total", "entropy", "topk_forward_kl", "topk_reverse_kl", "topk_jsd", "topk_log_mass", "tail_log_mass"
+WANT = (
+    "total",
+    "entropy",
+    "topk_forward_kl",
+    "topk_reverse_kl",
+    "topk_jsd",
+    "topk_log_mass",
+    "tail_log_mass",
+)
 WANT += "vocab_forward_kl", "vocab_jsd"
 STATS = vocab_statistics(
     torch.zeros(B, S, V),
     torch.zeros(B, S, dtype=torch.long),
     want=WANT,
-    teacher=TopKTeacher(torch.zeros(B, S, 1, dtype=torch.long), torch.full((B, S, 1), -0.4), renormalize=False),
+    teacher=TopKTeacher(
+        torch.zeros(B, S, 1, dtype=torch.long), torch.full((B, S, 1), -0.4), renormalize=False
+    ),
 )
 STATS = STATS._replace(forward_kl=STATS.lse, teacher_entropy=STATS.lse)  # of a whole teacher
-OBJECTS = {Linear: Linear(), Sequences: Sequences.from_mask(MASK), VocabStatistics: STATS, Transform: Transform()}
+OBJECTS = {
+    Linear: Linear(),
+    Sequences: Sequences.from_mask(MASK),
+    VocabStatistics: STATS,
+    Transform: Transform(),
+}
 RELATED = {  # values that go with others
     "clip": (0.2, 0.2),
     "dual_clip": 3.0,
@@ -41,7 +64,13 @@ def right(name, line):
         symbols = ("..",) if line.shape is None else line.shape
         shape = [n for symbol in symbols for n in sizes.get(symbol, (B,))]
         values = torch.full(shape, -0.5 if line.kind == "floating point" else 1.0)
-        return values.bool() if line.kind == "bool" else values.long() if "int64" in line.kind else values
+        return (
+            values.bool()
+            if line.kind == "bool"
+            else values.long()
+            if "int64" in line.kind
+            else values
+        )
     if isinstance(line, spec.OneOf):
         return next(iter(line.names))
     if isinstance(line, spec.Instance):
@@ -51,7 +80,9 @@ def right(name, line):
     if isinstance(line, spec.IntLine):
         return max(line.low, 1)
     simple = {spec.Callables: lambda stats: stats.lse, spec.Names: (), spec.Text: "text"}
-    return simple[type(line)] if type(line) in simple else tuple([right("", line.line)] * line.count)
+    return (
+        simple[type(line)] if type(line) in simple else tuple([right("", line.line)] * line.count)
+    )
 
 
 def in_fp32(line):
@@ -69,23 +100,38 @@ def overflowing(line):
 def wrong(line):
     """Values that a line rules out, by what is wrong with them."""
     if isinstance(line, spec.CheckedBy):
-        return {} if line.function is None else {"text": "text", "number": 7}  # a group, or a parameter
+        # a group, or a parameter
+        return {} if line.function is None else {"text": "text", "number": 7}
     if isinstance(line, spec.TupleOf) and line.count is None:
         return {"number": 7, "texts": ("a",), "None": None}
     if isinstance(line, spec.AnyOf):
         others = [wrong(part) for part in line.lines]
         shared = set(others[0]).intersection(*others[1:])  # what no line takes
-        ruled_out = {k: v for k, v in others[0].items() if k in shared and not (v is None and line.optional)}
+        ruled_out = {
+            k: v for k, v in others[0].items() if k in shared and not (v is None and line.optional)
+        }
         for part, values in zip(line.lines, others):
-            if isinstance(part, spec.NumberLine) and part.says != "a number":  # of a range; others take no numbers
-                ruled_out |= {k: values[k] for k in ("nan", "low", "high", "overflow") if k in values}
+            # of a range; others take no numbers
+            if isinstance(part, spec.NumberLine) and part.says != "a number":
+                ruled_out |= {
+                    k: values[k] for k in ("nan", "low", "high", "overflow") if k in values
+                }
         return ruled_out
     values = {"text": "text", "None": None, "object": object()}
     if isinstance(line, spec.TensorLine):
         good = right("", line)
-        values |= {"list": [1.0], "number": 1.5, "complex": good.to(torch.complex64), "meta": good.to("meta")}
+        values |= {
+            "list": [1.0],
+            "number": 1.5,
+            "complex": good.to(torch.complex64),
+            "meta": good.to("meta"),
+        }
         values |= {"sparse": good.to_sparse()}
-        dtypes = {"floating point": "long bool", "bool": "float long", "int64 or int32": "float bool"}
+        dtypes = {
+            "floating point": "long bool",
+            "bool": "float long",
+            "int64 or int32": "float bool",
+        }
         dtypes |= {"bool or integers": "float", "real numbers or bool": ""}
         values |= {dtype: getattr(good, dtype)() for dtype in dtypes.get(line.kind, "bool").split()}
         if line.constant:
@@ -96,7 +142,9 @@ def wrong(line):
             values["rows"] = good[:, 0]
             values |= {} if line.broadcasts else {"a column": good[:, :1]}
     elif isinstance(line, spec.OneOf):
-        values |= {"unknown": "unknown", "number": 7} | ({} if line.names == (True, False) else {"flag": True})
+        values |= {"unknown": "unknown", "number": 7} | (
+            {} if line.names == (True, False) else {"flag": True}
+        )
     elif isinstance(line, spec.Callables):
         values |= {"number": 7, "class": int}
     elif isinstance(line, spec.Names):
@@ -118,10 +166,15 @@ def wrong(line):
             values |= numbers | ({"overflow": 1e50} if line.in_fp32 else {})
         else:
             values |= {"overflow": overflowing(line)} if in_fp32(line) else {}
-            values |= {"one more": (*right("", line), 0.5), "number": 0.5, "texts": ("a",) * line.count}
+            values |= {
+                "one more": (*right("", line), 0.5),
+                "number": 0.5,
+                "texts": ("a",) * line.count,
+            }
             if line.ordered:
                 values |= {"unordered": (2.0, 1.0), "nan": (NAN, 1.0)}
     return values
 
 
-OF_OTHERS = "meta", "rows", "a column", "one dimension more"  # wrong beside another argument of the tokens alone
+# wrong beside another argument of the tokens alone
+OF_OTHERS = "meta", "rows", "a column", "one dimension more"

@@ -47,11 +47,13 @@ class Case(NamedTuple):
     layout: str = "contiguous"
     upstream: str = "random"
     backwards: int = 1
-    want: tuple = ("log_prob",)  # the statistics that are compared, the first one differentiated (all: "all upstream")
+    # the statistics that are compared, the first one differentiated (all: "all upstream")
+    want: tuple = ("log_prob",)
     transform: dict = {}  # noqa: RUF012 (of `Transform` and of `oracle.transform`)
     keywords: Callable = lambda here: {}  # of `vocab_statistics`
     loss: dict | None = None  # a HeadLoss instead: see `loss_of` and its definition `defined_loss`
-    value: Callable | None = None  # or anything else: of `Here`, with `expected` of float64 rows and labels
+    # or anything else: of `Here`, with `expected` of float64 rows and labels
+    value: Callable | None = None
     expected: Callable | None = None
     cut: Callable | None = None  # of the group: a shard of its own
     labels_of: Callable | None = None  # of (labels, rank, size): labels that differ between ranks
@@ -73,13 +75,23 @@ def statistics(here: Here):
 
 def loss_of(here: Here):
     settings = {name: here.to(x) for name, x in here.case.loss.items()}
-    terms = [hl.CrossEntropy(**{k: settings.pop(k) for k in ("label_smoothing", "class_weight") if k in settings})]
+    terms = [
+        hl.CrossEntropy(
+            **{k: settings.pop(k) for k in ("label_smoothing", "class_weight") if k in settings}
+        )
+    ]
     head = hl.HeadLoss(terms, reduction=settings.pop("reduction", "mean"), options=here.options)
     return [head(here.x, here.labels, shard=here.shard, **settings).loss]
 
 
 def defined_loss(
-    x, labels, label_smoothing=0.0, class_weight=None, reduction="mean", token_weight=None, denominator=None
+    x,
+    labels,
+    label_smoothing=0.0,
+    class_weight=None,
+    reduction="mean",
+    token_weight=None,
+    denominator=None,
 ):
     """-100 is ignored; columns at -inf take no part in the uniform share; 0 / 0 is 0."""
     valid = labels != -100
@@ -87,8 +99,12 @@ def defined_loss(
     classes = torch.ones(x.shape[1]).double() if class_weight is None else class_weight.double()
     spread = torch.where(x > -INF, classes * (x.logsumexp(-1, True) - x), 0.0).sum(-1) / x.shape[1]
     of_label = classes[labels[:, 0]]
-    loss = (1 - label_smoothing) * of_label * -x.log_softmax(-1).gather(1, labels)[:, 0] + label_smoothing * spread
-    weight = valid.double() if token_weight is None else torch.where(valid, token_weight.double(), 0.0)
+    loss = (1 - label_smoothing) * of_label * -x.log_softmax(-1).gather(1, labels)[
+        :, 0
+    ] + label_smoothing * spread
+    weight = (
+        valid.double() if token_weight is None else torch.where(valid, token_weight.double(), 0.0)
+    )
     loss = torch.where(weight != 0, loss, 0.0) * weight
     if reduction == "none":
         return loss
@@ -97,12 +113,15 @@ def defined_loss(
 
 
 def with_head(*terms, **settings):
-    """A value: the loss of a HeadLoss whose call has `keywords` (as functions of `Here`, or constants)."""
+    """A value: the loss of a HeadLoss whose call has `keywords` (as functions of `Here`, or
+    constants)."""
     keywords = settings.pop("keywords", {})
 
     def value(here):
         head = hl.HeadLoss(
-            [term() if callable(term) else term for term in terms] or None, options=here.options, **settings
+            [term() if callable(term) else term for term in terms] or None,
+            options=here.options,
+            **settings,
         )
         given = {name: x(here) if callable(x) else here.to(x) for name, x in keywords.items()}
         return head(here.x, given.pop("labels", here.labels), shard=here.shard, **given).loss
@@ -111,20 +130,26 @@ def with_head(*terms, **settings):
 
 
 def linear(hidden=8, extra_rows=0, **keywords):
-    """A value: the lse of a linear head, whose weight has this rank's rows and `extra_rows` more."""
+    """A value: the lse of a linear head, whose weight has this rank's rows and `extra_rows`
+    more."""
 
     def value(here):
         rows = here.shard.width + extra_rows
-        weight = torch.zeros(rows, hidden, dtype=here.x.dtype, device=here.x.device, requires_grad=True)
+        weight = torch.zeros(
+            rows, hidden, dtype=here.x.dtype, device=here.x.device, requires_grad=True
+        )
         states = torch.zeros(len(here.labels), 8, dtype=here.x.dtype, device=here.x.device)
         given = {name: x(here) if callable(x) else x for name, x in keywords.items()}
-        return hl.linear_vocab_statistics(states, weight, here.labels, shard=here.shard, **given).lse
+        return hl.linear_vocab_statistics(
+            states, weight, here.labels, shard=here.shard, **given
+        ).lse
 
     return value
 
 
 def divergence(teacher, name="forward_kl"):
-    """Fields of a case: KL to a teacher [N, V] of whole rows, where the student's or the teacher's 0 log 0 is 0."""
+    """Fields of a case: KL to a teacher [N, V] of whole rows, where the student's or the teacher's
+    0 log 0 is 0."""
 
     def keywords(here):
         return {"want": (name,), "teacher": hl.Teacher(here.part(teacher))}
@@ -132,24 +157,33 @@ def divergence(teacher, name="forward_kl"):
     def expected(x, labels):
         log_p, log_q = x.log_softmax(-1), teacher.double().log_softmax(-1)
         log_p, log_q = (log_q, log_p) if name == "reverse_kl" else (log_p, log_q)
-        kl = torch.where(log_q > -INF, log_q.exp() * (torch.where(log_q > -INF, log_q, 0.0) - log_p), 0.0).sum(-1)
+        kl = torch.where(
+            log_q > -INF, log_q.exp() * (torch.where(log_q > -INF, log_q, 0.0) - log_p), 0.0
+        ).sum(-1)
         return torch.where(labels == -100, 0.0, kl)
 
     return {"want": (name,), "keywords": keywords, "expected": expected}
 
 
 def entries(ids, log_probs, mask=None, **fields):
-    """Fields of a case: KL to K entries of a teacher, the same for all tokens, the student normalised over them."""
+    """Fields of a case: KL to K entries of a teacher, the same for all tokens, the student
+    normalised over them."""
     ids, log_probs = torch.tensor(ids).expand(N, -1), torch.tensor(log_probs).expand(N, -1)
     kept = (ids >= 0) & (log_probs > -INF) if mask is None else torch.tensor(mask).expand(N, -1)
 
     def keywords(here):
-        given = here.to(ids), here.to(log_probs), None if mask is None else here.to(kept.contiguous())
+        given = (
+            here.to(ids),
+            here.to(log_probs),
+            None if mask is None else here.to(kept.contiguous()),
+        )
         return {"want": ("topk_forward_kl",), "teacher": hl.TopKTeacher(*given)}
 
     def expected(x, labels):
         tau = torch.zeros(N, x.shape[1]).double()
-        tau.scatter_add_(1, ids.clamp(0, x.shape[1] - 1), torch.where(kept, log_probs.double().exp(), 0.0))
+        tau.scatter_add_(
+            1, ids.clamp(0, x.shape[1] - 1), torch.where(kept, log_probs.double().exp(), 0.0)
+        )
         live = tau > 0
         log_s = x.masked_fill(~live, -1e9).log_softmax(-1)
         tau = tau / tau.sum(-1, keepdim=True).clamp(min=1e-30)
@@ -159,7 +193,8 @@ def entries(ids, log_probs, mask=None, **fields):
 
 
 def kept(ids, mask=None, offsets=None, **fields):
-    """Fields of a case: the log-prob over a set of ids, the same for all tokens, or [all] ids with offsets."""
+    """Fields of a case: the log-prob over a set of ids, the same for all tokens, or [all] ids with
+    offsets."""
     ids = torch.tensor(ids, dtype=torch.int64)
 
     def given(here):
@@ -170,7 +205,9 @@ def kept(ids, mask=None, offsets=None, **fields):
 
     def expected(x, labels):
         real = ids[(ids >= 0) & (torch.tensor(True) if mask is None else torch.tensor(mask))]
-        members = torch.zeros(x.shape[1], dtype=torch.bool).index_fill(0, real[real < x.shape[1]].unique(), True)
+        members = torch.zeros(x.shape[1], dtype=torch.bool).index_fill(
+            0, real[real < x.shape[1]].unique(), True
+        )
         log_s = x.masked_fill(~members, -INF).log_softmax(-1)
         return torch.where(labels == -100, 0.0, log_s.gather(1, labels.clamp(min=0)[:, None])[:, 0])
 
@@ -205,7 +242,9 @@ def moved(change):
 
 
 def bounds(by_size):
-    return lambda group: hl.VocabShard.from_boundaries(by_size[1 if group is None else group.size()], V, group)
+    return lambda group: hl.VocabShard.from_boundaries(
+        by_size[1 if group is None else group.size()], V, group
+    )
 
 
 def mirrored(group):

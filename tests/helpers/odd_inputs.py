@@ -9,7 +9,22 @@ import functools
 import oracle
 import torch
 import torch.distributed as dist
-from odd_case import INF, NAN, Case, N, V, at, bounds, divergence, entries, kept, linear, mirrored, moved, with_head
+from odd_case import (
+    INF,
+    NAN,
+    Case,
+    N,
+    V,
+    at,
+    bounds,
+    divergence,
+    entries,
+    kept,
+    linear,
+    mirrored,
+    moved,
+    with_head,
+)
 
 import tp_headloss as hl
 
@@ -37,7 +52,9 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
         return rows(labels=labels, **fields)
 
     def padded(value, vocab=50, **fields):
-        return edited(everywhere, slice(vocab, V), value, **{"vocab": vocab, "labels": plain % vocab} | fields)
+        return edited(
+            everywhere, slice(vocab, V), value, **{"vocab": vocab, "labels": plain % vocab} | fields
+        )
 
     def refused(raises, value=None, **fields):
         return rows(raises=raises, value=value, **fields)
@@ -65,7 +82,9 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
     def wrong_entries(ids=torch.zeros(N, 2).long(), log_probs=torch.zeros(N, 2), **fields):  # noqa: B008
         return lambda here: {
             "want": ("topk_forward_kl",),
-            "teacher": hl.TopKTeacher(here.to(ids), here.to(log_probs), **{k: here.to(x) for k, x in fields.items()}),
+            "teacher": hl.TopKTeacher(
+                here.to(ids), here.to(log_probs), **{k: here.to(x) for k, x in fields.items()}
+            ),
         }
 
     def wrong_sets(*given):
@@ -76,12 +95,19 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
 
     def sampled(here):  # of the likeliest id alone, whose log-prob is 0
         rule, positions = hl.SamplingRule(top_k=1), here.to(torch.arange(N))
-        draw = hl.sample(here.x, seed=0, positions=positions, rule=rule, shard=here.shard, options=here.options)
+        draw = hl.sample(
+            here.x, seed=0, positions=positions, rule=rule, shard=here.shard, options=here.options
+        )
         assert torch.equal(draw.ids == -1, draw.log_probs.isnan())
         assert torch.equal(draw.sets.spans.diff(dim=1)[:, 0], (draw.ids >= 0).long())
         return draw.log_probs
 
-    drawn = {"value": sampled, "expected": lambda x, labels: 0 * x.sum(-1), "backwards": 0, "nan": (3,)}
+    drawn = {
+        "value": sampled,
+        "expected": lambda x, labels: 0 * x.sum(-1),
+        "backwards": 0,
+        "nan": (3,),
+    }
     zeros, ones = torch.zeros(N), torch.ones(N)
     one_owner = {"nan": (2,), "sizes": (2, 4), "local": True}
     return {
@@ -513,7 +539,9 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
     }  # fmt: skip
 
 
-CASES = {name: line for line, cases in lines(torch.float32).items() for name in cases}  # case -> line
+CASES = {
+    name: line for line, cases in lines(torch.float32).items() for name in cases
+}  # case -> line
 
 
 def case_of(name, dtype) -> Case:

@@ -62,26 +62,36 @@ def values_of(here: Here):
 def outcome(group, device, case: Case, backend):
     """-> bounds of the shard, values and gradients on this rank."""
     rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-    shard = case.cut(group) if case.cut else VocabShard.from_group(group, case.vocab, case.x.shape[1])
+    shard = (
+        case.cut(group) if case.cut else VocabShard.from_group(group, case.vocab, case.x.shape[1])
+    )
     start, stop = (0, V) if shard is None else (shard.start, shard.stop)
     x = lay_out(case.x[:, start:stop].clone().to(device), case.layout)
-    labels = case.labels if case.labels_of is None else case.labels_of(case.labels.clone(), rank, size)
+    labels = (
+        case.labels if case.labels_of is None else case.labels_of(case.labels.clone(), rank, size)
+    )
     labels = labels.to(device) if x.dim() == 2 else labels.to(device).view(x.shape[:-1])
     before, version = x.clone(), x._version
     x.requires_grad_(x.is_floating_point())
     values = values_of(Here(x, labels, shard, case, backend))
     if backend == "torch" and not (case.raises or any(value.isnan().any() for value in values)):
-        checked = values_of(Here(x, labels, shard, case._replace(options={"check": True} | case.options), backend))
+        checked = values_of(
+            Here(x, labels, shard, case._replace(options={"check": True} | case.options), backend)
+        )
         assert all(map(torch.equal, values, checked)), "check=True takes what is right as it is"
     upstream = [upstream_of(case.upstream, value.shape, i) for i, value in enumerate(values)]
-    used = [(v, g.to(device)) for v, g in zip(values, upstream) if g is not None and v.requires_grad]
+    used = [
+        (v, g.to(device)) for v, g in zip(values, upstream) if g is not None and v.requires_grad
+    ]
     grads = []
     for i in range(case.backwards):
         outputs, given = [v for v, _ in used], [g * (i + 1) for _, g in used]
         if case.upstream == "0.37 of the sum":
             outputs, given = [sum(0.37 * (i + 1) * v.sum() for v in outputs)], None
         grads.append(torch.autograd.grad(outputs, x, given, retain_graph=True)[0])
-    assert x._version == version and torch.equal(*(t.detach().nan_to_num(7.5) for t in (x, before))), "logits written"
+    assert x._version == version and torch.equal(
+        *(t.detach().nan_to_num(7.5) for t in (x, before))
+    ), "logits written"
     grads = [grad.reshape(x.shape[:-1].numel(), stop - start).cpu() for grad in grads]
     return (start, stop), [v.detach().flatten().cpu() for v in values], grads
 
@@ -101,7 +111,8 @@ def run(group, device, name, backend, dtypes):
 
 
 def definition(case: Case, bounds):
-    """Values and gradients [N, columns of all ranks] in float64, from whole rows of the columns within these bounds."""
+    """Values and gradients [N, columns of all ranks] in float64, from whole rows of the columns
+    within these bounds."""
     ids = torch.cat([torch.arange(start, stop) for start, stop in bounds])
     real = ids < case.vocab
     x = case.x.double()[:, ids[real]]
@@ -120,7 +131,12 @@ def definition(case: Case, bounds):
         grad[:, real] = torch.autograd.grad(values, x, upstream)[0]
         values = [value.detach() for value in values]
     else:
-        at = torch.tensor([int((ids[real] == label).nonzero()[0]) if ok else 0 for label, ok in zip(labels, valid)])
+        at = torch.tensor(
+            [
+                int((ids[real] == label).nonzero()[0]) if ok else 0
+                for label, ok in zip(labels, valid)
+            ]
+        )
         transform = dict(case.transform)
         if "bias" in transform:
             transform["bias"] = transform["bias"][ids[real]]
@@ -129,7 +145,9 @@ def definition(case: Case, bounds):
         values["argmax"] = ids[real][values["argmax"]]
         values = [values[name] for name in case.want]
         upstream = [upstream_of(case.upstream, value.shape, i) for i, value in enumerate(values)]
-        upstream = {name: g for name, g in zip(case.want, upstream) if g is not None and name != "argmax"}
+        upstream = {
+            name: g for name, g in zip(case.want, upstream) if g is not None and name != "argmax"
+        }
         grad[:, real] = oracle.gradient(z, slope, at.long(), upstream)
     per_token = [value for value in values if value.dim()]
     for tokens, fill in ((case.nan, NAN), (case.zero, 0.0)):
@@ -138,7 +156,9 @@ def definition(case: Case, bounds):
         if per_token:
             grad[list(tokens)] = 0.0
             columns = torch.arange(len(ids))[real][case.nan_columns]
-            grad[:, columns] = grad[:, columns].index_fill(0, torch.tensor(tokens, dtype=torch.long), fill)
+            grad[:, columns] = grad[:, columns].index_fill(
+                0, torch.tensor(tokens, dtype=torch.long), fill
+            )
     return values, grad
 
 
@@ -147,7 +167,9 @@ def check(case: Case, results):
     if case.raises:
         assert all(isinstance(r, Failure) for r in results), f"no exception, but {results}"
         found = [f"{r.kind}: {r.message}" for r in results]
-        assert all(text.startswith(case.raises) for text in found), f"{case.raises} expected, got {found}"
+        assert all(text.startswith(case.raises) for text in found), (
+            f"{case.raises} expected, got {found}"
+        )
         everywhere = {re.sub(r"-?\d+", "#", text) if case.local else text for text in found}
         assert len(everywhere) == 1 and case.words in found[0], found
         return
@@ -155,7 +177,9 @@ def check(case: Case, results):
         assert not isinstance(r, Failure), r.trace
     bounds, values, grads = zip(*results)
     for others in values[1:]:
-        assert all(torch.equal(a.nan_to_num(7.5), b.nan_to_num(7.5)) for a, b in zip(values[0], others)), "ranks differ"
+        assert all(
+            torch.equal(a.nan_to_num(7.5), b.nan_to_num(7.5)) for a, b in zip(values[0], others)
+        ), "ranks differ"
     if bounds[0] == (0, V):  # every rank has all of it
         bounds, grads = bounds[:1], grads[:1]
     expected, grad = definition(case, bounds)
@@ -179,4 +203,6 @@ def holds(name, world_size, backend, dtypes=DTYPES):
         try:
             check(case_of(name, dtype), [r[i] for r in results])
         except AssertionError as error:
-            raise AssertionError(f"{name}: {dtype}, {backend} backend, {world_size} ranks: {error}") from None
+            raise AssertionError(
+                f"{name}: {dtype}, {backend} backend, {world_size} ranks: {error}"
+            ) from None

@@ -1,4 +1,5 @@
-"""A model of the protocol of `one_read.cu`: roles as coroutines over what programs and ranks share, in any order."""
+"""A model of the protocol of `one_read.cu`: roles as coroutines over what programs and ranks share,
+in any order."""
 
 from collections import namedtuple
 
@@ -6,7 +7,8 @@ Piece = namedtuple("Piece", "row piece")
 
 
 class Rank:
-    """What the programs of one rank share: numbers of launches, claims, and the packets that its peers write."""
+    """What the programs of one rank share: numbers of launches, claims, and the packets that its
+    peers write."""
 
     def __init__(self, half):
         self.launches, self.claimed, self.done, self.failed = 0, 0, 0, False
@@ -14,18 +16,23 @@ class Rank:
 
 
 def program(ranks, me, n_rows, pieces, slots, n_programs, value):
-    """One program of a launch as a coroutine that yields whether it could go on; value(rank, row, piece): a packet."""
+    """One program of a launch as a coroutine that yields whether it could go on; value(rank, row,
+    piece): a packet."""
     own, n_ranks = ranks[me], len(ranks)
     tag, n_packets = own.launches + 1, pieces * n_ranks
     first = tag % 2 * own.half
     ring = []
     while True:
-        if len(ring) < slots and own.claimed is not None and own.claimed < n_rows * pieces:  # load, sum, post
+        # load, sum, post
+        if len(ring) < slots and own.claimed is not None and own.claimed < n_rows * pieces:
             row, piece = divmod(own.claimed, pieces)
             own.claimed += 1
             yield True  # a peer's program may come between any two of these steps
             for rank in ranks:
-                rank.packets[first + row * n_packets + me * pieces + piece] = (tag, value(me, row, piece))
+                rank.packets[first + row * n_packets + me * pieces + piece] = (
+                    tag,
+                    value(me, row, piece),
+                )
                 yield True
             ring.append(Piece(row, piece))
         elif not ring:
@@ -44,11 +51,15 @@ def program(ranks, me, n_rows, pieces, slots, n_programs, value):
         own.done, own.claimed, own.launches = 0, 0, tag
 
 
-def run(ranks, launches, n_programs, slots, value, order, resident=None, absent=(), patience=10_000):
-    """Run launches (n_rows, pieces) of all ranks, those of one rank one after the other; order: random.Random.
+def run(
+    ranks, launches, n_programs, slots, value, order, resident=None, absent=(), patience=10_000
+):
+    """Run launches (n_rows, pieces) of all ranks, those of one rank one after the other; order:
+    random.Random.
 
-    resident: programs of a rank that run at once, the others begin when one has ended. absent: ranks that never launch;
-    the others give up after `patience` steps of which none went on, as after a timeout.
+    resident: programs of a rank that run at once, the others begin when one has ended. absent:
+    ranks that never launch; the others give up after `patience` steps of which none went on, as
+    after a timeout.
     """
     waiting = {me: [] if me in absent else list(launches) for me in range(len(ranks))}
     active = {me: [] for me in waiting}
@@ -77,11 +88,14 @@ def run(ranks, launches, n_programs, slots, value, order, resident=None, absent=
 
 
 def take_turns(order, slots, teams, post, merge, n_items, waits_for_the_team_before=True):
-    """Sum, post and merge warps take a program's items in turns -> role and item where one saw another item, or None.
+    """Sum, post and merge warps take a program's items in turns -> role and item where one saw
+    another item, or None.
 
-    Items are there in any order, and some, as those of ignored rows, are summed at once; order: random.Random
+    Items are there in any order, and some, as those of ignored rows, are summed at once; order:
+    random.Random
     """
-    full, stat, free = ([0] * slots for _ in range(3))  # barriers: phases that have ended, of which one sees the parity
+    # barriers: phases that have ended, of which one sees the parity
+    full, stat, free = ([0] * slots for _ in range(3))
     held, seen, wrong = [None] * slots, set(), []
 
     def load():
@@ -124,8 +138,15 @@ def take_turns(order, slots, teams, post, merge, n_items, waits_for_the_team_bef
         yield from until(stat, n)
         free[n % slots] += 1
 
-    roles = ("sum", teams, full, summed), ("post", post, stat, posted), ("merge", merge, full, merged)
-    tasks = [load(), *(role(name, me, *others) for name, *others in roles for me in range(others[0]))]
+    roles = (
+        ("sum", teams, full, summed),
+        ("post", post, stat, posted),
+        ("merge", merge, full, merged),
+    )
+    tasks = [
+        load(),
+        *(role(name, me, *others) for name, *others in roles for me in range(others[0])),
+    ]
     while tasks and not wrong:
         task = order.choice(tasks)
         for _ in range(order.randrange(1, 20)):

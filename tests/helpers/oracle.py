@@ -1,7 +1,8 @@
 """Float64 truth for one row of logits at a time; imports nothing of the package.
 
-The target column is kept out of the sum here too (reliability of confident tokens), but nothing is chunked, merged,
-shifted by a common maximum of chunks or shared with the code under test. All tensors are float64 on the CPU.
+The target column is kept out of the sum here too (reliability of confident tokens), but nothing is
+chunked, merged, shifted by a common maximum of chunks or shared with the code under test. All
+tensors are float64 on the CPU.
 """
 
 import torch
@@ -52,7 +53,8 @@ def statistics(z, labels=None, weight=None):
 
 
 def gradient(z, slope, labels, grads, weight=None):
-    """Upstream gradients {name: [N]} -> d/dx [N, V], each element by its own formula, p_y - 1 without cancellation."""
+    """Upstream gradients {name: [N]} -> d/dx [N, V], each element by its own formula, p_y - 1
+    without cancellation."""
     top = z.max(-1, keepdim=True).values
     shifted = z - top
     terms = shifted.exp()
@@ -76,7 +78,9 @@ def gradient(z, slope, labels, grads, weight=None):
     if "collision" in g:
         dz += 2 * g["collision"] * p * (p - (p * p).sum(-1, keepdim=True))
     if "total" in g:
-        column = torch.ones(z.shape[1], dtype=torch.float64) if weight is None else weight.double().cpu()
+        column = (
+            torch.ones(z.shape[1], dtype=torch.float64) if weight is None else weight.double().cpu()
+        )
         dz += torch.where(z > -torch.inf, g["total"] * column, 0.0)
     return dz * slope
 
@@ -88,7 +92,8 @@ def margin(z, labels):
 
 
 def ulp(value, dtype=torch.float32):
-    """Spacing of `dtype` numbers at |value| (of its smallest normal number below that), in float64."""
+    """Spacing of `dtype` numbers at |value| (of its smallest normal number below that), in
+    float64."""
     info = torch.finfo(dtype)
     _, exponent = torch.frexp(value.double().abs().clamp(min=info.tiny))
     return info.eps * 2.0 ** (exponent - 1).double()
@@ -110,7 +115,8 @@ def mixture(p, q, beta):
 
 
 def divergences(z, u, beta):
-    """Logits of student and teacher at their temperatures [N, V] -> statistics [N], differentiable by autograd."""
+    """Logits of student and teacher at their temperatures [N, V] -> statistics [N], differentiable
+    by autograd."""
     log_p, log_q = z.log_softmax(-1), u.log_softmax(-1)
     p, q = log_p.exp(), log_q.exp()
     return {
@@ -123,7 +129,8 @@ def divergences(z, u, beta):
 
 
 def of_entries(z, tau, beta):
-    """Of a teacher's probabilities tau [N, V], 0 where it has no entry. A row without entries is 0 but for the tail."""
+    """Of a teacher's probabilities tau [N, V], 0 where it has no entry. A row without entries is 0
+    but for the tail."""
     inside = tau > 0
     some, rest = inside.any(-1), (~inside & (z > -torch.inf)).any(-1)
 
@@ -145,7 +152,9 @@ def of_entries(z, tau, beta):
         {
             "teacher_mass": tau.sum(-1),
             "topk_forward_kl": torch.where(some, times(tau, log(tau) - log_s).sum(-1), nothing),
-            "vocab_forward_kl": torch.where(some, times(tau, log(tau) - (log_s + log_mass[:, None])).sum(-1), nothing),
+            "vocab_forward_kl": torch.where(
+                some, times(tau, log(tau) - (log_s + log_mass[:, None])).sum(-1), nothing
+            ),
             "topk_reverse_kl": torch.where(some, times(s, log_s - log(tau)).sum(-1), nothing),
             "topk_log_mass": log_mass,
             "tail_log_mass": torch.where(rest, of_rest - of_all, -torch.inf),

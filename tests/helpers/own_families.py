@@ -1,4 +1,5 @@
-"""Families of statistics that a test registers: weighted sums over the vocabulary, whose truth is known."""
+"""Families of statistics that a test registers: weighted sums over the vocabulary, whose truth is
+known."""
 
 import contextlib
 from unittest import mock
@@ -21,8 +22,8 @@ def registered(*families):
 class Sums(Family):
     """One statistic, the sum over `parts` of weight times a sum over the vocabulary.
 
-    A part is (kind, number, weight). Kinds: "power", sum p^number; "moment", sum z^number, where the number
-    is an integer; "surprise", sum p log p.
+    A part is (kind, number, weight). Kinds: "power", sum p^number; "moment", sum z^number, where
+    the number is an integer; "surprise", sum p log p.
     """
 
     def __init__(self, name, parts):
@@ -39,7 +40,11 @@ class Sums(Family):
         z = tile.z.masked_fill(tile.z == -torch.inf, 0.0)
         shifted = softmax.shifted.masked_fill(softmax.shifted == -torch.inf, 0.0)
         for row, kind, number, _ in self.each():
-            terms = {"power": softmax.exp**number, "moment": z**number, "surprise": softmax.exp * shifted}
+            terms = {
+                "power": softmax.exp**number,
+                "moment": z**number,
+                "surprise": softmax.exp * shifted,
+            }
             found[row] = row_sum(terms[kind])
         return found
 
@@ -108,7 +113,8 @@ class Sums(Family):
 
 
 def scaled(method):
-    """Return the method with results that are ten per cent too large: numbers, or each row of a dict."""
+    """Return the method with results that are ten per cent too large: numbers, or each row of a
+    dict."""
 
     def wrong(self, *given):
         found = method(self, *given)

@@ -1,7 +1,8 @@
 """The README and the pages of docs/, and their Python blocks.
 
-A comment before a block says where it runs: <!-- host: NAME --> in tests/hosts, <!-- ranks: 4 --> on ranks, and
-<!-- run: NAME --> in a test of its own. All others run in the order of their page, in one scope.
+A comment before a block says where it runs: <!-- host: NAME --> in tests/hosts, <!-- ranks: 4 -->
+on ranks, and <!-- run: NAME --> in a test of its own. All others run in the order of their page, in
+one scope.
 """
 
 import re
@@ -10,7 +11,9 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-BLOCK = re.compile(r"(?:<!-- (\w+): ([\w-]+) -->\n)?```python\n(.*?)```\n(?:\n```text\n(.*?)```)?", re.S)
+BLOCK = re.compile(
+    r"(?:<!-- (\w+): ([\w-]+) -->\n)?```python\n(.*?)```\n(?:\n```text\n(.*?)```)?", re.S
+)
 
 
 class Block(NamedTuple):
@@ -26,7 +29,12 @@ def blocks(page: Path) -> list[Block]:
 
 def marked_block(kind: str, mark: str) -> str:
     """The Python of the one block of all pages under the comment <!-- KIND: MARK -->."""
-    (code,) = [block.code for page in PAGES for block in blocks(page) if (block.kind, block.mark) == (kind, mark)]
+    (code,) = [
+        block.code
+        for page in PAGES
+        for block in blocks(page)
+        if (block.kind, block.mark) == (kind, mark)
+    ]
     return code
 
 
@@ -38,4 +46,7 @@ def section(page: str, heading: str) -> str:
 def tables(text: str) -> list[list[list[str]]]:
     """The cells of the body of each table."""
     found = re.findall(r"(?:^\|.*\n)+", text, re.M)
-    return [[[c.strip() for c in line.strip("|\n").split("|")] for line in block.splitlines()[2:]] for block in found]
+    return [
+        [[c.strip() for c in line.strip("|\n").split("|")] for line in block.splitlines()[2:]]
+        for block in found
+    ]

@@ -1,7 +1,9 @@
-"""Policy-gradient objectives and aggregations in float64, sequence by sequence; imports nothing of the package.
+"""Policy-gradient objectives and aggregations in float64, sequence by sequence; imports nothing of
+the package.
 
-`lp` are differentiable log-probs [B, S], everything else constants. An objective returns a per-token loss [B, S], or a
-per-sequence one [B] where the paper defines it so; `aggregate` does the rest. Gradients are autograd's.
+`lp` are differentiable log-probs [B, S], everything else constants. An objective returns a
+per-token loss [B, S], or a per-sequence one [B] where the paper defines it so; `aggregate` does the
+rest. Gradients are autograd's.
 """
 
 import torch
@@ -46,8 +48,11 @@ def per_sequence(function, mask):
 
 
 def gspo(lp, a, old, mask, low, high):
-    """One loss per sequence, with the gradient through the sequence's own ratio; A is the sequence's."""
-    return per_sequence(lambda i, t: clip_loss((lp[i] - old[i])[t].mean().exp(), a[i][t][0], low, high), mask)
+    """One loss per sequence, with the gradient through the sequence's own ratio; A is the
+    sequence's."""
+    return per_sequence(
+        lambda i, t: clip_loss((lp[i] - old[i])[t].mean().exp(), a[i][t][0], low, high), mask
+    )
 
 
 def gspo_length_weighted(lp, a, old, mask, low, high):
@@ -68,7 +73,13 @@ def gmpo(lp, a, old, mask, low, high):
 
 def vespo(lp, a, old, mask):
     def phi(i, t):
-        w = (lp[i] - old[i])[t].sum().clamp(torch.tensor(1e-8, dtype=torch.float64).log(), 20).exp().detach()
+        w = (
+            (lp[i] - old[i])[t]
+            .sum()
+            .clamp(torch.tensor(1e-8, dtype=torch.float64).log(), 20)
+            .exp()
+            .detach()
+        )
         k, rate = (2.0, 3.0) if a[i][t][0] >= 0 else (3.0, 2.0)
         return torch.exp(torch.tensor(rate)) * w**k * torch.exp(-rate * w)
 
@@ -83,8 +94,14 @@ def clip_cov(lp, a, old, mask, noise, fraction, bounds):
     loss, cov = ppo(lp, a, old, mask), covariance(lp, a, mask)
     ratio = (lp - old).exp()
     moved = (-a * ratio.clamp(0.8, 1.2) > -a * ratio) | ~mask
-    candidates = [i for i in range(lp.numel()) if not moved.flatten()[i] and bounds[0] < cov.flatten()[i] < bounds[1]]
-    chosen = sorted(candidates, key=lambda i: -noise.flatten()[i])[: max(int(fraction * mask.sum()), 1)]
+    candidates = [
+        i
+        for i in range(lp.numel())
+        if not moved.flatten()[i] and bounds[0] < cov.flatten()[i] < bounds[1]
+    ]
+    chosen = sorted(candidates, key=lambda i: -noise.flatten()[i])[
+        : max(int(fraction * mask.sum()), 1)
+    ]
     keep = torch.ones(lp.numel(), dtype=torch.float64)
     keep[chosen] = 0
     return loss * keep.view_as(loss)

@@ -10,7 +10,8 @@ LENGTHS = (7, 1, 0, 4)  # one token, none, and part of the row
 
 
 def problem(dtype=torch.float32):
-    """Logits, labels and inputs; log-ratios of about +-1.5, far from 0, and garbage where a token is ignored."""
+    """Logits, labels and inputs; log-ratios of about +-1.5, far from 0, and garbage where a token
+    is ignored."""
     generator = torch.Generator().manual_seed(3)
     x = (2 * torch.randn(B, S, V, generator=generator)).to(dtype)
     labels = torch.randint(0, V, (B, S), generator=generator)
@@ -23,7 +24,11 @@ def problem(dtype=torch.float32):
     def near(scale):
         return (log_prob + scale * torch.randn(B, S, generator=generator)).to(dtype)
 
-    inputs = {"old_log_prob": near(1.0), "reference_log_prob": near(1.0), "generator_log_prob": near(0.7)}
+    inputs = {
+        "old_log_prob": near(1.0),
+        "reference_log_prob": near(1.0),
+        "generator_log_prob": near(0.7),
+    }
     inputs = {name: torch.where(mask, value, torch.nan) for name, value in inputs.items()}
     inputs["advantages"] = torch.tensor([1.3, -0.7, 0.4, -1.1], dtype=dtype)[:, None].expand(B, S)
     inputs["noise"] = torch.rand(B, S, generator=generator).to(dtype)  # equal in both dtypes
@@ -39,7 +44,9 @@ def needed(head, inputs, mask, device, **options):
 
 def shard_of(x, group, device):
     shard = VocabShard.from_group(group, V, 128)
-    return shard, F.pad(x, (0, 128 - V), value=50.0)[..., shard.start : shard.stop].clone().to(device).requires_grad_()
+    return shard, F.pad(x, (0, 128 - V), value=50.0)[..., shard.start : shard.stop].clone().to(
+        device
+    ).requires_grad_()
 
 
 LOG_PROB = torch.linspace(-3.0, -0.1, 40, dtype=torch.float64)

@@ -1,9 +1,11 @@
-"""Run a function on several ranks: persistent worker processes, gloo over a file store (NCCL where there are GPUs).
+"""Run a function on several ranks: persistent worker processes, gloo over a file store (NCCL where
+there are GPUs).
 
-    results = on_ranks(4, function, *args)      # function(group, device, *args) on every rank, in rank order
+    results = on_ranks(4, function, *args)      # function(group, device, *args) on every rank, in
+    rank order
 
-A worker that raises reports its exception (`Failure`); one that does not answer in time is killed with its pool, so
-nothing hangs and the next call starts afresh.
+A worker that raises reports its exception (`Failure`); one that does not answer in time is killed
+with its pool, so nothing hangs and the next call starts afresh.
 """
 
 import atexit
@@ -26,18 +28,21 @@ TIMEOUT = 600.0  # seconds; a collective that waits longer fails; none does, on 
 
 
 def start_context(cuda):
-    """How ranks' processes start: forked from one that has imported torch, 0.1 s instead of 4; with CUDA, spawned."""
+    """How ranks' processes start: forked from one that has imported torch, 0.1 s instead of 4; with
+    CUDA, spawned."""
     if cuda:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    ours = "triton" if torch.cuda.is_available() else "tp_headloss.engine.triton"  # nothing that might begin CUDA
+    # nothing that might begin CUDA
+    ours = "triton" if torch.cuda.is_available() else "tp_headloss.engine.triton"
     modules = ["torch", "torch.distributed", "torch._dynamo", ours, "pytest", "hypothesis"]
     context.set_forkserver_preload(modules)
     return context
 
 
 def seed(number):
-    """torch.manual_seed, which takes 3 ms without CUDA: it keeps a traceback for each kind of device."""
+    """torch.manual_seed, which takes 3 ms without CUDA: it keeps a traceback for each kind of
+    device."""
     (torch if torch.cuda.is_available() else torch.default_generator).manual_seed(number)
 
 
@@ -54,7 +59,8 @@ def _to_bytes(result):
 
 
 def _from_bytes(data):
-    # any object, and no less safe than the pipe, which unpickles: it comes from this process's own children
+    # any object, and no less safe than the pipe, which unpickles: it comes from this process's own
+    # children
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
 
 
@@ -95,8 +101,8 @@ class Pool:
             worker.start()
 
     def call(self, function, args, failures):
-        """Results in rank order. Where one rank fails, the others may wait for it: AFTER_A_FAILURE, then they are
-        killed, and only the failure is told."""
+        """Results in rank order. Where one rank fails, the others may wait for it: AFTER_A_FAILURE,
+        then they are killed, and only the failure is told."""
         for pipe in self.pipes:
             pipe.send((function, args))
         results, deadline = {}, time.monotonic() + 2 * TIMEOUT
@@ -109,9 +115,13 @@ class Pool:
                     deadline = min(deadline, time.monotonic() + AFTER_A_FAILURE)
             if not ready:
                 self.kill()
-                failed = [f"rank {r}: {x.trace}" for r, x in results.items() if isinstance(x, Failure)]
+                failed = [
+                    f"rank {r}: {x.trace}" for r, x in results.items() if isinstance(x, Failure)
+                ]
                 ranks = set(range(len(self.pipes))) - set(results)
-                raise TimeoutError("\n".join([f"ranks {ranks} did not answer {function.__name__}{args}", *failed]))
+                raise TimeoutError(
+                    "\n".join([f"ranks {ranks} did not answer {function.__name__}{args}", *failed])
+                )
         return [results[rank] for rank in range(len(self.pipes))]
 
     def kill(self):
@@ -137,7 +147,8 @@ def _close_pools():
 
 
 def on_ranks(world_size, function, *args, failures=False):
-    """Results in rank order; a Failure on any rank raises unless `failures`. One rank runs here, without a group."""
+    """Results in rank order; a Failure on any rank raises unless `failures`. One rank runs here,
+    without a group."""
     if world_size == 1:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         seed(0)

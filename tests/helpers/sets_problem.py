@@ -1,4 +1,5 @@
-"""Rows of logits with a set of ids each, and the float64 truth of the statistics over these sets."""
+"""Rows of logits with a set of ids each, and the float64 truth of the statistics over these
+sets."""
 
 import oracle
 import torch
@@ -60,7 +61,8 @@ def masked(z, sets):
     """z with -inf at all ids that are not in the row's set."""
     out = torch.full_like(z, -torch.inf)
     for i, members in enumerate(sets):
-        known = sorted({member for member in members if 0 <= member < z.shape[1]})  # once, for autograd
+        # once, for autograd
+        known = sorted({member for member in members if 0 <= member < z.shape[1]})
         out[i, known] = z[i, known]
     return out
 
@@ -73,10 +75,13 @@ def truth(z, labels, sets):
 
 
 def gradient(z, slope, labels, sets, grads):
-    """Upstream gradients by name, of statistics over sets and of the softmax -> d/dx [N, V] in float64."""
+    """Upstream gradients by name, of statistics over sets and of the softmax -> d/dx [N, V] in
+    float64."""
     over = {name.removeprefix("set_"): g for name, g in grads.items() if name in NAMES[:2]}
     whole = {name: g for name, g in grads.items() if name not in NAMES}
     if "set_log_mass" in grads:
         over["lse"] = grads["set_log_mass"]
         whole["lse"] = whole.get("lse", 0.0) - grads["set_log_mass"]
-    return oracle.gradient(masked(z, sets), slope, labels, over) + oracle.gradient(z, slope, labels, whole)
+    return oracle.gradient(masked(z, sets), slope, labels, over) + oracle.gradient(
+        z, slope, labels, whole
+    )

@@ -1,6 +1,8 @@
-"""Hypothesis strategies: one whole case of a head loss, as plain values that shrink, print and can be typed again.
+"""Hypothesis strategies: one whole case of a head loss, as plain values that shrink, print and can
+be typed again.
 
-Tensors follow from the case and its seed (`generated_case.build`), so that parent and ranks make the same ones.
+Tensors follow from the case and its seed (`generated_case.build`), so that parent and ranks make
+the same ones.
 """
 
 import ast
@@ -11,8 +13,10 @@ from hypothesis.internal.conjecture import providers
 
 from tp_headloss.statistics import AT_IDS, FAMILIES, FULL_TEACHER, OVER_SETS, TOPK_TEACHER
 
-# Hypothesis mixes in numbers from the source of whatever modules happen to be loaded. Without them, examples follow
-# from the seed alone, whichever tests ran before. (No setting does this; a name that is gone would change nothing.)
+# Hypothesis mixes in numbers from the source of whatever modules happen to be loaded. Without them,
+# examples follow from the seed alone, whichever tests ran before. (No setting does this; a name
+# that is gone would change nothing.)
+# change nothing.)
 providers._get_local_constants = providers.Constants
 
 PLAIN = tuple(  # need no other argument than logits, or labels
@@ -23,13 +27,16 @@ DRAWN = {*PLAIN, *FULL_TEACHER, *TOPK_TEACHER, *OVER_SETS, *AT_IDS, "rank"}
 DIFFERENTIABLE = tuple(name for family in FAMILIES for name in family.gradients)
 LAYOUTS = ("contiguous", "transposed", "columns", "sliced", "misaligned", "expanded")
 DIVERGENCES = ("forward_kl", "reverse_kl", "cross_entropy", "jsd", "total_variation")
-TOPK_DIVERGENCES = tuple((d, o) for d in ("forward_kl", "reverse_kl", "jsd") for o in ("topk", "vocabulary", "tail"))
+TOPK_DIVERGENCES = tuple(
+    (d, o) for d in ("forward_kl", "reverse_kl", "jsd") for o in ("topk", "vocabulary", "tail")
+)
 OBJECTIVES = ("reinforce", "clip", "dual clip", "cispo", "sapo")
 
 
 class Case(NamedTuple):
     seed: int  # of all random numbers
-    head: bool  # a HeadLoss of `terms`; else the statistics `want` with upstream gradients of `upstream`
+    # a HeadLoss of `terms`; else the statistics `want` with upstream gradients of `upstream`
+    head: bool
     backend: str
     dtype: str
     transport: str
@@ -57,7 +64,8 @@ class Case(NamedTuple):
     student_temperature: float | str | None
     renormalize: bool
     entries: int
-    sets: str | None  # how sets of ids are written; terms of policies and entropies are over them then
+    # how sets of ids are written; terms of policies and entropies are over them then
+    sets: str | None
     given_ids: bool  # whether log-probs of given ids are asked for
     terms: tuple  # (name, weight, option)
     reduction: str
@@ -72,7 +80,9 @@ def parse_case(text: str) -> Case:
 
 
 def subsets(values, **kwargs):
-    return st.lists(st.sampled_from(values), unique=True, **kwargs).map(lambda chosen: tuple(sorted(chosen)))
+    return st.lists(st.sampled_from(values), unique=True, **kwargs).map(
+        lambda chosen: tuple(sorted(chosen))
+    )
 
 
 @st.composite
@@ -84,7 +94,9 @@ def shardings(draw, vocab_size, world_size):
     cuts = [min(r * step, padded) for r in range(world_size + 1)]
     order = list(range(world_size))
     if kind in ("boundaries", "explicit"):
-        inner = draw(st.lists(st.integers(0, padded), min_size=world_size - 1, max_size=world_size - 1))
+        inner = draw(
+            st.lists(st.integers(0, padded), min_size=world_size - 1, max_size=world_size - 1)
+        )
         cuts = [0, *sorted(inner), padded]
     if kind == "explicit":
         order = draw(st.permutations(order))
@@ -106,9 +118,17 @@ def terms_of(draw, teacher, weighted):
     if draw(st.booleans()):
         terms.append(("kl", draw(weights), draw(st.sampled_from(["k1", "k2", "k3"]))))
     if teacher == "whole":
-        terms.append(("distillation", draw(weights), (draw(st.sampled_from(DIVERGENCES)), draw(st.booleans()))))
+        terms.append(
+            (
+                "distillation",
+                draw(weights),
+                (draw(st.sampled_from(DIVERGENCES)), draw(st.booleans())),
+            )
+        )
     if teacher == "topk":
-        terms.append(("topk", draw(weights), (*draw(st.sampled_from(TOPK_DIVERGENCES)), draw(st.booleans()))))
+        terms.append(
+            ("topk", draw(weights), (*draw(st.sampled_from(TOPK_DIVERGENCES)), draw(st.booleans())))
+        )
     return tuple(terms or [("z_loss", 1.0, None)])
 
 
@@ -124,7 +144,9 @@ def cases(draw, world_size, backend):
     small = st.integers(1, 24)
     vocab_size = draw(small if backend == "triton" else small | st.integers(25, 300))
     rows = draw(st.sampled_from([1, 2, 3, 0] if backend == "triton" else [2, 3, 4, 6, 8, 1, 0]))
-    dtype = draw(st.sampled_from(["float32", "bfloat16", "float16"] + ["float64"] * (backend == "torch")))
+    dtype = draw(
+        st.sampled_from(["float32", "bfloat16", "float16"] + ["float64"] * (backend == "torch"))
+    )
     shards, cuts, order = draw(shardings(vocab_size, world_size))
     transport = draw(st.sampled_from(["auto", "gather", "sum"]))
     teacher = draw(st.sampled_from([None, None, "whole", "topk"]))
@@ -155,13 +177,21 @@ def cases(draw, world_size, backend):
     weighted = draw(st.booleans())
     terms = draw(terms_of(teacher, weighted)) if head else ()
     if vocab_size == 1:  # Megatron's smoothing spreads over the others
-        terms = tuple((n, w, (o[0], "torch", o[2]) if n == "cross_entropy" else o) for n, w, o in terms)
+        terms = tuple(
+            (n, w, (o[0], "torch", o[2]) if n == "cross_entropy" else o) for n, w, o in terms
+        )
     if any(name == "topk" for name, *_ in terms):
-        renormalize = next(option[1] for name, _, option in terms if name == "topk") != "tail" and renormalize
+        renormalize = (
+            next(option[1] for name, _, option in terms if name == "topk") != "tail" and renormalize
+        )
     reduction = draw(st.sampled_from(["none", "sum", "mean"]))
     if head and not any(name in ("policy", "kl", "entropy") for name, *_ in terms):
         sets = None
-    names = ["lse"] + ["log_prob", "target_logit"] * (labels is not None) + [n for n in want if n in DIFFERENTIABLE]
+    names = (
+        ["lse"]
+        + ["log_prob", "target_logit"] * (labels is not None)
+        + [n for n in want if n in DIFFERENTIABLE]
+    )
     return Case(
         seed=draw(st.integers(0, 999)), head=head, backend=backend, dtype=dtype, transport=transport,
         vocab_size=vocab_size, rows=rows, shards=shards, cuts=cuts, order=order,

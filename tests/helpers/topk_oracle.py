@@ -1,4 +1,5 @@
-"""The divergence from K entries of a teacher in float64, from dense distributions over the whole vocabulary."""
+"""The divergence from K entries of a teacher in float64, from dense distributions over the whole
+vocabulary."""
 
 import torch
 
@@ -14,18 +15,32 @@ def times(mass, value):
 
 
 def definition(z, ids, log_probs, mask, divergence, support, **settings):
-    """The divergence [N] in float64; a token without entries is 0, unless there is a tail, which is all of it then."""
+    """The divergence [N] in float64; a token without entries is 0, unless there is a tail, which is
+    all of it then."""
     value = dense(z, ids, log_probs, mask, divergence, support, **settings)
     live = (mask & (ids >= 0) & (log_probs > -torch.inf)).any(-1)
     return value if support == "tail" else torch.where(live, value, 0.0)
 
 
 def dense(
-    z, ids, log_probs, mask, divergence, support, *, of_teacher=1.0, of_student=None, renormalize=True, tail=None
+    z,
+    ids,
+    log_probs,
+    mask,
+    divergence,
+    support,
+    *,
+    of_teacher=1.0,
+    of_student=None,
+    renormalize=True,
+    tail=None,
 ):
-    """The same from dense distributions of all V ids, and one more for the tail, of tokens with entries."""
+    """The same from dense distributions of all V ids, and one more for the tail, of tokens with
+    entries."""
     live = mask & (ids >= 0) & (log_probs > -torch.inf)
-    tau = torch.zeros_like(z).scatter_add(1, ids.clamp(min=0), torch.where(live, log_probs.double().exp(), 0.0))
+    tau = torch.zeros_like(z).scatter_add(
+        1, ids.clamp(min=0), torch.where(live, log_probs.double().exp(), 0.0)
+    )
     inside = tau > 0
     tau = tau ** (1 / column(of_teacher))
     if renormalize:
@@ -38,7 +53,10 @@ def dense(
     if support == "tail":
         rest = 1 - tau.sum(-1, keepdim=True)
         rest = torch.where(rest < 1e-6, 0.0, rest) if tail is None else tail.double().exp()[:, None]
-        tau, log_p = torch.cat([tau, rest], 1), torch.cat([log_p, outside.logsumexp(-1, keepdim=True)], 1)
+        tau, log_p = (
+            torch.cat([tau, rest], 1),
+            torch.cat([log_p, outside.logsumexp(-1, keepdim=True)], 1),
+        )
         inside = torch.cat([inside, torch.ones_like(rest, dtype=torch.bool)], 1)
     p, log_tau = log_p.exp(), torch.where(tau == 0, 1.0, tau).log()
     if divergence == "forward_kl":

@@ -1,4 +1,5 @@
-"""Logits and hidden states of a sharded vocabulary, and what RL trainers compute from the whole of it in float64."""
+"""Logits and hidden states of a sharded vocabulary, and what RL trainers compute from the whole of
+it in float64."""
 
 import torch
 

@@ -1,4 +1,5 @@
-"""What a type checker knows of calls of the package; scripts/test.sh has mypy read it, and nothing runs it."""
+"""What a type checker knows of calls of the package; scripts/test.sh has mypy read it, and nothing
+runs it."""
 
 import torch
 from typing_extensions import assert_type

@@ -1,8 +1,9 @@
-"""Cases that run inside a host's own environment, on two or more ranks: `launch` starts them, `main` is what they do.
+"""Cases that run inside a host's own environment, on two or more ranks: `launch` starts them,
+`main` is what they do.
 
-A file of cases ends with ``main(CASES)``. A case is a function (group) -> a dict of numbers, JSON's, called once on
-each rank; of a number the worst of the ranks is kept. One start of the ranks serves all cases of a file, because
-importing one takes seconds.
+A file of cases ends with ``main(CASES)``. A case is a function (group) -> a dict of numbers,
+JSON's, called once on each rank; of a number the worst of the ranks is kept. One start of the ranks
+serves all cases of a file, because importing one takes seconds.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 RANKS = int(os.environ.get("WORLD_SIZE", 2))  # of a process that `launch` started
-FULL = bool(os.environ.get("TP_HEADLOSS_FULL"))  # every case with every number of ranks, where one of each is enough
-NEWEST = os.environ.get("TP_HEADLOSS_NEWEST")  # scripts/check/versions.sh: a folder with an environment per host
+# every case with every number of ranks, where one of each is enough
+FULL = bool(os.environ.get("TP_HEADLOSS_FULL"))
+# scripts/check/versions.sh: a folder with an environment per host
+NEWEST = os.environ.get("TP_HEADLOSS_NEWEST")
 TIMEOUT = 600  # seconds: a collective that waits longer fails; none does, on the busiest machine
 
 
@@ -35,13 +38,18 @@ def python_of(host: str) -> Path:
 
 @functools.lru_cache
 def launch(host: str, script: str, ranks: int = 2) -> dict[str, dict]:
-    """Runs tests/hosts/`script` on that many ranks with the host's Python -> results by name of the case; an "error" of
-    one is its traceback."""
+    """Runs tests/hosts/`script` on that many ranks with the host's Python -> results by name of the
+    case; an "error" of one is its traceback."""
     with tempfile.TemporaryDirectory() as folder:
         out, store, log = (Path(folder) / name for name in ("results.json", "store", "log"))
         env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
         env |= {"OMP_NUM_THREADS": "1", "CASES_STORE": str(store), "CASES_OUT": str(out)}
-        env |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "PYTHONPATH": f"{ROOT}:{ROOT}/tests/helpers"}
+        env |= {
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": str(ranks),
+            "PYTHONPATH": f"{ROOT}:{ROOT}/tests/helpers",
+        }
         env |= {
             "CASES_TORCH": importlib.metadata.version("torch"),
             "CUDA_VISIBLE_DEVICES": "",
@@ -78,8 +86,10 @@ def result(host: str, script: str, case: str, ranks: int = 2) -> dict:
 
 
 def refuses_what_its_lines_rule_out(function, **given):
-    """A function refuses each value that the line of an argument rules out, in an error that names the argument."""
-    from lines import OF_OTHERS, wrong  # of the helpers; the process of the tests itself needs no lines
+    """A function refuses each value that the line of an argument rules out, in an error that names
+    the argument."""
+    # of the helpers; the process of the tests itself needs no lines
+    from lines import OF_OTHERS, wrong
 
     for name, line in function.lines.items():
         for what, value in wrong(line).items():
@@ -98,7 +108,8 @@ def refused(function, match, kind=ValueError):
 
 
 def main(cases: dict, before=None) -> None:
-    """before: a function (group), called once. Called with rank 0, which forks the others: one import for all."""
+    """before: a function (group), called once. Called with rank 0, which forks the others: one
+    import for all."""
     import torch
     import torch.distributed as dist
 
@@ -108,7 +119,11 @@ def main(cases: dict, before=None) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     if not dist.is_initialized():
         dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS, timeout=timedelta(seconds=TIMEOUT)
+            "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=RANKS,
+            timeout=timedelta(seconds=TIMEOUT),
         )
     if before is not None:
         before(dist.group.WORLD)
@@ -132,7 +147,8 @@ def main(cases: dict, before=None) -> None:
 
 
 def worst(results: list[dict]) -> dict:
-    """The largest of each number (smallest of "mutant"), whether all are true, else what the first says."""
+    """The largest of each number (smallest of "mutant"), whether all are true, else what the first
+    says."""
 
     def of(name, values):
         if all(isinstance(v, bool) for v in values):
@@ -145,7 +161,8 @@ def worst(results: list[dict]) -> dict:
 
 
 def relative_errors(ours: dict, theirs: dict) -> dict[str, float]:
-    """By name, of tensors of the same names: |ours - theirs| / |theirs|; inf for NaN, which a maximum may not see."""
+    """By name, of tensors of the same names: |ours - theirs| / |theirs|; inf for NaN, which a
+    maximum may not see."""
     assert ours.keys() == theirs.keys(), ours.keys() ^ theirs.keys()
 
     def error(a, b) -> float:
@@ -158,8 +175,9 @@ def relative_errors(ours: dict, theirs: dict) -> dict[str, float]:
 
 
 def compared(loss, grads, host_loss, host_grads, head: str) -> dict[str, float]:
-    """What a test looks at: the relative error of the losses, the worst of the gradients, and what that would be if the
-    gradient of the parameter `head` were 1 % too large. Gradients by name, whole or this rank's."""
+    """What a test looks at: the relative error of the losses, the worst of the gradients, and what
+    that would be if the gradient of the parameter `head` were 1 % too large. Gradients by name,
+    whole or this rank's."""
     found = max(relative_errors(grads, host_grads).items(), key=lambda item: item[1])
     wrong = {**grads, head: 1.01 * grads[head]}
     return {
@@ -174,17 +192,22 @@ class Injected(Exception):
     """What `fails_cleanly_at_every_step` raises."""
 
 
-UNDOING = ("remove", "undo", "__exit__", "__setattr__", "__delattr__")  # calls that clean up, and do not fail
+# calls that clean up, and do not fail
+UNDOING = ("remove", "undo", "__exit__", "__setattr__", "__delattr__")
 
 
 def fails_cleanly_at_every_step(install, model) -> int:
-    """Calls `install` with an exception in the place of a call that a module of integrations/ makes, for every line
-    that calls, the first and the last time; asserts that each leaves `model` as it was. -> the number of exceptions."""
+    """Calls `install` with an exception in the place of a call that a module of integrations/
+    makes, for every line that calls, the first and the last time; asserts that each leaves `model`
+    as it was. -> the number of exceptions."""
     install().remove()  # what a host keeps of its first call is there from now on
     before = _state(model)
-    calls = _calls_of(install, lambda seen: False)  # all of them: it succeeds, and what it returns is removed
+    # all of them: it succeeds, and what it returns is removed
+    calls = _calls_of(install, lambda seen: False)
     assert _state(model) == before
-    steps = {calls.index(call) for call in calls} | {len(calls) - 1 - calls[::-1].index(call) for call in calls}
+    steps = {calls.index(call) for call in calls} | {
+        len(calls) - 1 - calls[::-1].index(call) for call in calls
+    }
     for step in steps:
         assert _calls_of(install, lambda seen, step=step: len(seen) > step) == calls[: step + 1]
         assert _state(model) == before, calls[step]
@@ -192,13 +215,17 @@ def fails_cleanly_at_every_step(install, model) -> int:
 
 
 def _calls_of(install, fails) -> list[str]:
-    """The calls that modules of integrations/ make in `install`, to the one after which `fails` is True of them."""
+    """The calls that modules of integrations/ make in `install`, to the one after which `fails` is
+    True of them."""
     seen = []
 
     def profile(frame, event, _):
         caller, name = frame.f_back, frame.f_code.co_name
-        made_here = event == "call" and caller is not None and "/integrations/" in caller.f_code.co_filename
-        if made_here and name not in (*UNDOING, "<genexpr>"):  # nobody hears of an error in what is closed
+        made_here = (
+            event == "call" and caller is not None and "/integrations/" in caller.f_code.co_filename
+        )
+        # nobody hears of an error in what is closed
+        if made_here and name not in (*UNDOING, "<genexpr>"):
             seen.append(f"{name}, line {caller.f_lineno} of {caller.f_code.co_filename}")
             if fails(seen):
                 sys.setprofile(None)
@@ -218,6 +245,10 @@ def _calls_of(install, fails) -> list[str]:
 def _state(model) -> list:
     """The attributes and hooks of all modules."""
     return [
-        ({name: id(x) for name, x in vars(m).items()}, list(m._forward_hooks), list(m._forward_pre_hooks))
+        (
+            {name: id(x) for name, x in vars(m).items()},
+            list(m._forward_hooks),
+            list(m._forward_pre_hooks),
+        )
         for m in model.modules()
     ]

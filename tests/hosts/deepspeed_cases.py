@@ -1,5 +1,5 @@
-"""The losses and gradients of tiny transformers models under DeepSpeed AutoTP on two ranks, against the same models
-unsharded with their own loss, step by step."""
+"""The losses and gradients of tiny transformers models under DeepSpeed AutoTP on two ranks, against
+the same models unsharded with their own loss, step by step."""
 
 import copy
 import os
@@ -24,15 +24,27 @@ from tp_headloss.integrations.transformers.model_facts import head_shard
 
 sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # which compiles C++
 logger.setLevel("ERROR")
-LAYERS = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+LAYERS = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+}
 IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-SIZES = {"vocab_size": 512, "num_key_value_heads": 2, "max_position_embeddings": 64, **IDS, **LAYERS}
+SIZES = {
+    "vocab_size": 512,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    **IDS,
+    **LAYERS,
+}
 LEARNING_RATE = 2.0**-4
 KINDS = {"plain": {}, "tied": {"tie_word_embeddings": True}, "uneven": {"vocab_size": 509}}
 
 
 def unsharded(kind="Llama", **changes):
-    """A model with random weights, wide enough that the softmax is far from uniform; the same on both ranks."""
+    """A model with random weights, wide enough that the softmax is far from uniform; the same on
+    both ranks."""
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**{**SIZES, **changes})
     model = transformers.AutoModelForCausalLM.from_config(config)
@@ -66,7 +78,8 @@ def batch(vocab=512, seed=1, ignored=5):
 
 
 def own_rows(whole, mine):
-    """This rank's part of a tensor that two ranks share along the one dimension on which the shapes differ."""
+    """This rank's part of a tensor that two ranks share along the one dimension on which the shapes
+    differ."""
     for dim, (size, width) in enumerate(zip(whole.shape, mine.shape)):
         if size != width:
             return whole.narrow(dim, 0 if dist.get_rank() == 0 else size - width, width)
@@ -80,8 +93,14 @@ def parts(host, model, value):
 
 
 def gradients(model):
-    found = {n: p.grad if p.grad is not None else safe_get_full_grad(p) for n, p in model.named_parameters()}
-    return {n: g.detach().clone().view(dict(model.named_parameters())[n].shape) for n, g in found.items()}
+    found = {
+        n: p.grad if p.grad is not None else safe_get_full_grad(p)
+        for n, p in model.named_parameters()
+    }
+    return {
+        n: g.detach().clone().view(dict(model.named_parameters())[n].shape)
+        for n, g in found.items()
+    }
 
 
 def head_name(model):
@@ -89,7 +108,8 @@ def head_name(model):
 
 
 def step(engine, host, inputs, **call):
-    """One step of the engine, and the same one of the unsharded model -> `compared`, of gradients and new weights."""
+    """One step of the engine, and the same one of the unsharded model -> `compared`, of gradients
+    and new weights."""
     model = engine.module
     loss = engine(**inputs, **call).loss
     engine.backward(loss)
@@ -97,7 +117,13 @@ def step(engine, host, inputs, **call):
     host.zero_grad()
     host_loss = host(**inputs, **call).loss
     host_loss.backward()
-    result = compared(loss.detach(), grads, host_loss.detach(), parts(host, model, lambda p: p.grad), head_name(model))
+    result = compared(
+        loss.detach(),
+        grads,
+        host_loss.detach(),
+        parts(host, model, lambda p: p.grad),
+        head_name(model),
+    )
     engine.step()
     with torch.no_grad():
         for p in host.parameters():
@@ -114,7 +140,10 @@ def steps(group, kind, stage):
     host = unsharded(**KINDS[kind])
     engine = engine_of(host, stage)
     model, vocab = engine.module, host.config.vocab_size
-    assert tuple(model.lm_head.weight.shape) == ((vocab + 1) // 2 - (vocab % 2) * dist.get_rank(), 32)
+    assert tuple(model.lm_head.weight.shape) == (
+        (vocab + 1) // 2 - (vocab % 2) * dist.get_rank(),
+        32,
+    )
     theirs = model.loss_function
     results = [step(engine, host, batch(vocab))]  # DeepSpeed's own
     ours = model.loss_function = causal_lm_loss(model, HeadLoss(metrics=("accuracy",)))
@@ -123,7 +152,8 @@ def steps(group, kind, stage):
         results.append(step(engine, host, batch(vocab, seed=2), **call))
     assert ours.last.count == 26 and 0 <= ours.last.metrics["accuracy"] <= 26
     model.loss_function = theirs
-    with fuse_head(model) as fused, mock.patch.object(model.lm_head, "forward", None):  # which is not called
+    # which is not called
+    with fuse_head(model) as fused, mock.patch.object(model.lm_head, "forward", None):
         for call in {}, {"num_items_in_batch": 40}:
             results.append(step(engine, host, batch(vocab, seed=3), **call))
         assert fused.last.count == 26 and engine(**batch(vocab)).logits is None
@@ -140,15 +170,20 @@ def gathered(group):
     with fuse_head(model):
         results = [step(engine, host, batch(seed=seed)) for seed in (1, 2)]
         engine.eval(), host.eval()
-        torch.testing.assert_close(engine(input_ids=ids).logits, host(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
-        assert torch.equal(*(m.generate(ids, max_new_tokens=4, do_sample=False) for m in (model, host)))
+        torch.testing.assert_close(
+            engine(input_ids=ids).logits, host(input_ids=ids).logits, rtol=1e-4, atol=1e-4
+        )
+        assert torch.equal(
+            *(m.generate(ids, max_new_tokens=4, do_sample=False) for m in (model, host))
+        )
     model.loss_function = causal_lm_loss(model)
     refused(lambda: engine(**batch()), "vocab_parallel_lm_head in DeepSpeed")
     return worst(results)
 
 
 def other_models(group):
-    """A bias and a scale of the logits, and tied embeddings that DeepSpeed shards unasked, or leaves whole."""
+    """A bias and a scale of the logits, and tied embeddings that DeepSpeed shards unasked, or
+    leaves whole."""
     tied = {"tie_word_embeddings": True}
     tries = [
         (unsharded("Phi"), True, 256),
@@ -166,7 +201,8 @@ def other_models(group):
 
 
 def linear(group):
-    """HeadLoss.linear beside DeepSpeed's own vocab_parallel_linear_cross_entropy, on the same shard."""
+    """HeadLoss.linear beside DeepSpeed's own vocab_parallel_linear_cross_entropy, on the same
+    shard."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(2, 16, 32), torch.randn(509, 32)
     shard = VocabShard.from_group(group, 509)
@@ -181,7 +217,9 @@ def linear(group):
 
     bounds = {"vocab_start_index": shard.start, "vocab_end_index": shard.stop}
     ours = run(lambda h, w: HeadLoss().linear(h, w, labels, shard=shard).loss)
-    theirs = run(lambda h, w: vocab_parallel_linear_cross_entropy(h, w, labels, tp_group=group, **bounds))
+    theirs = run(
+        lambda h, w: vocab_parallel_linear_cross_entropy(h, w, labels, tp_group=group, **bounds)
+    )
     return compared(*ours, *theirs, "dW")
 
 
@@ -192,8 +230,8 @@ CLIPPED = {"gradient_clipping": 0.5, "learning_rate": 64.0}
 
 
 def micro_batches(group):
-    """gradient_accumulation_steps: the mean over both micro-batches, of unequal numbers of tokens, needs half of their
-    tokens as the denominator."""
+    """gradient_accumulation_steps: the mean over both micro-batches, of unequal numbers of tokens,
+    needs half of their tokens as the denominator."""
     host = unsharded()
     engine = engine_of(host, gradient_accumulation_steps=2, **CLIPPED)
     inputs = [batch(seed=1, ignored=1), batch(seed=2, ignored=14)]
@@ -203,7 +241,8 @@ def micro_batches(group):
 
 
 def data_parallel(group):
-    """Two data-parallel ranks, each with its own batch: the mean over both needs half of their tokens, too."""
+    """Two data-parallel ranks, each with its own batch: the mean over both needs half of their
+    tokens, too."""
     host = unsharded()
     engine = engine_of(host, tensor_parallel={}, **CLIPPED)
     inputs = [batch(seed=1, ignored=1), batch(seed=2, ignored=14)]
@@ -213,8 +252,8 @@ def data_parallel(group):
 
 
 def averaged(engine, host, mine, everybodys, tokens, denominator):
-    """The step of an engine with clipping, against that of the unsharded model's mean over all tokens -> `compared` of
-    the changes of the weights, and of the sum of the losses."""
+    """The step of an engine with clipping, against that of the unsharded model's mean over all
+    tokens -> `compared` of the changes of the weights, and of the sum of the losses."""
     before = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
     total = torch.zeros(())
     for inputs in mine:
@@ -227,7 +266,10 @@ def averaged(engine, host, mine, everybodys, tokens, denominator):
     host_loss = sum(host(**inputs, num_items_in_batch=tokens).loss for inputs in everybodys)
     host_loss.backward()
     assert torch.nn.utils.clip_grad_norm_(host.parameters(), CLIPPED["gradient_clipping"]) > 1
-    change = {n: (before[n] - p.detach()) / CLIPPED["learning_rate"] for n, p in engine.module.named_parameters()}
+    change = {
+        n: (before[n] - p.detach()) / CLIPPED["learning_rate"]
+        for n, p in engine.module.named_parameters()
+    }
     expected = parts(host, engine.module, lambda p: p.grad)
     return compared(total / 2, change, host_loss.detach(), expected, head_name(engine.module))
 
@@ -241,7 +283,10 @@ def refusals(group):
     refused(lambda: fuse_head(engine), "engine.module", TypeError)
     wrong = VocabShard(0, 256, 512, group) if dist.get_rank() else VocabShard(256, 512, 512, group)
     for install in (fuse_head, causal_lm_loss):
-        refused(partial(install, model, shard=wrong), "holds ids [0, 256)" if dist.get_rank() == 0 else "[256, 512)")
+        refused(
+            partial(install, model, shard=wrong),
+            "holds ids [0, 256)" if dist.get_rank() == 0 else "[256, 512)",
+        )
     right = VocabShard.from_group(model.lm_head.mp_group, 512)
     fuse_head(model, shard=right).remove()
     fused = fuse_head(model, HeadLoss([CrossEntropy(), ZLoss(1e-4)]))
@@ -273,17 +318,26 @@ def zero3(group):
 
 
 def readme(group):
-    config = {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}, "train_micro_batch_size_per_gpu": 2}
+    config = {
+        "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
+        "train_micro_batch_size_per_gpu": 2,
+    }
     names = {**globals(), "model": unsharded(), "config": config, "tokens": 26, **batch()}
     exec(compile(marked_block("host", "deepspeed"), "docs", "exec"), names)
     last, grads = names["fused"].last, gradients(names["engine"].module)
-    assert 0 <= last.metrics["accuracy"] <= last.count == 26 and all(g.norm() > 0 for g in grads.values())
+    assert 0 <= last.metrics["accuracy"] <= last.count == 26 and all(
+        g.norm() > 0 for g in grads.values()
+    )
     return {}
 
 
 CASES = {
     "data parallel": data_parallel,  # first: DeepSpeed keeps the groups of tensor parallelism
-    **{f"{kind}-stage{stage}": partial(steps, kind=kind, stage=stage) for kind in KINDS for stage in (0, 1)},
+    **{
+        f"{kind}-stage{stage}": partial(steps, kind=kind, stage=stage)
+        for kind in KINDS
+        for stage in (0, 1)
+    },
     "plain-stage2": partial(steps, kind="plain", stage=2),
     "gathered": gathered,
     "linear": linear,

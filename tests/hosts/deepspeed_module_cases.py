@@ -1,5 +1,5 @@
-"""A model with this package's head under ZeRO of DeepSpeed, two replicas of two ranks of the vocabulary, against the
-same model whole with torch's cross-entropy."""
+"""A model with this package's head under ZeRO of DeepSpeed, two replicas of two ranks of the
+vocabulary, against the same model whole with torch's cross-entropy."""
 
 import os
 import sys
@@ -37,7 +37,10 @@ def batches():
     generator = torch.Generator().manual_seed(3)
     counts = ((5, 9), (12, 3))
     return [
-        [(torch.randn(n, H, generator=generator), torch.randint(0, V, (n,), generator=generator)) for n in row]
+        [
+            (torch.randn(n, H, generator=generator), torch.randint(0, V, (n,), generator=generator))
+            for n in row
+        ]
         for row in counts
     ]
 
@@ -73,7 +76,10 @@ def zero(group, stage):
     }  # fmt: skip
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu)[0]
-    dp, tokens = mpu.get_data_parallel_world_size(), sum(len(y) for row in batches() for _, y in row)
+    dp, tokens = (
+        mpu.get_data_parallel_world_size(),
+        sum(len(y) for row in batches() for _, y in row),
+    )
     for x, labels in batches()[mpu.get_data_parallel_rank()]:
         engine.backward(dp * accumulate * engine(x, labels, tokens))
         engine.step()

@@ -10,7 +10,14 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from cases import ROOT, compared, fails_cleanly_at_every_step, refused, refuses_what_its_lines_rule_out, relative_errors
+from cases import (
+    ROOT,
+    compared,
+    fails_cleanly_at_every_step,
+    refused,
+    refuses_what_its_lines_rule_out,
+    relative_errors,
+)
 from pages import marked_block
 
 sys.path.insert(0, str(ROOT / "launch"))
@@ -22,7 +29,10 @@ megatron_cpu.pretend()
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.common.language_module import language_module
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer import multi_token_prediction
@@ -68,7 +78,11 @@ def model_of(cls=GPTModel, sp=False, tied=False, bf16=False, mtp=False, ddp=Fals
     if sp:
         spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
         spec = TransformerBlockSubmodules(layer_specs=[spec], layer_norm=Norm)
-    more = {"mtp_block_spec": get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)} if mtp else {}
+    more = (
+        {"mtp_block_spec": get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)}
+        if mtp
+        else {}
+    )
     for depth in more["mtp_block_spec"].layer_specs if mtp and sp else ():
         depth.submodules.enorm = depth.submodules.hnorm = depth.submodules.layer_norm = Norm
     torch.manual_seed(7)
@@ -79,7 +93,9 @@ def model_of(cls=GPTModel, sp=False, tied=False, bf16=False, mtp=False, ddp=Fals
     if bf16:
         model.bfloat16()
     if ddp:
-        model = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
+        model = DistributedDataParallel(
+            config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model
+        )
         model.zero_grad_buffer()
     return model
 
@@ -113,13 +129,16 @@ def batch():
 
 
 def run(model, labels=None, factor=1.0, **kwargs):
-    """-> losses and gradients of their weighted sum; with multi-token prediction its losses are in the gradients."""
+    """-> losses and gradients of their weighted sum; with multi-token prediction its losses are in
+    the gradients."""
     ids, positions, mask, own_labels, weights = batch()
     labels = own_labels if labels is None else labels
     losses = model(ids, positions, mask, labels=labels, **kwargs)
     assert losses.shape == (B, S) and losses.dtype == torch.float32
     (factor * (losses * weights).sum()).backward()
-    grads = {n: getattr(p, "main_grad", p.grad).float().clone() for n, p in model.named_parameters()}
+    grads = {
+        n: getattr(p, "main_grad", p.grad).float().clone() for n, p in model.named_parameters()
+    }
     return losses.detach(), grads
 
 
@@ -131,7 +150,8 @@ def head_name(model):
 
 
 def depths_logged():
-    """What Megatron has logged of multi-token prediction since the last time: losses, accepted tokens, tokens."""
+    """What Megatron has logged of multi-token prediction since the last time: losses, accepted
+    tokens, tokens."""
     tracker = MTPLossLoggingHelper.tracker
     logged = {name: values.clone() for name, values in tracker.items() if name.endswith("values")}
     tracker.clear()
@@ -151,12 +171,14 @@ def installed(fused=True, options=None, **kwargs):
         depths_logged()  # what other cases left
         theirs, logged = run(stock, **more), depths_logged()
         head = MegatronHead(ignore_index=-100, options=options)
-        head.losses_from_logits = None if fused else head.losses_from_logits  # a fused head has none
+        # a fused head has none
+        head.losses_from_logits = None if fused else head.losses_from_logits
         with install(model, head, fused=fused):
             ours = run(model, **more)
         check_depths(depths_logged(), logged)
         depths = 3 if kwargs.get("mtp") else 1
-        assert head.calls == depths + (depths if fused else 1), head.calls  # with those of the check call
+        # with those of the check call
+        assert head.calls == depths + (depths if fused else 1), head.calls
         return compared(*ours, *theirs, head_name(model))
 
     return case
@@ -191,13 +213,15 @@ def hybrid_refusals(group):
 
 
 def accepted(group):
-    """Labels that the first depth finds likeliest are counted as Megatron counts them, before and after the backward;
-    depths whose gradient stays out of the output layer."""
+    """Labels that the first depth finds likeliest are counted as Megatron counts them, before and
+    after the backward; depths whose gradient stays out of the output layer."""
     stock, model = (model_of(mtp=True, mtp_detach_heads=True) for _ in range(2))
     found, argmax = [], multi_token_prediction._vocab_parallel_argmax
     more = {"loss_mask": torch.ones(B, S).index_fill(1, torch.tensor(3), 0)}
     with mock.patch.object(
-        multi_token_prediction, "_vocab_parallel_argmax", lambda *args: found.append(argmax(*args)) or found[-1]
+        multi_token_prediction,
+        "_vocab_parallel_argmax",
+        lambda *args: found.append(argmax(*args)) or found[-1],
     ):
         run(stock, **more)
     stock.zero_grad()
@@ -212,7 +236,8 @@ def accepted(group):
 
 
 def one_sweep(**kwargs):
-    """The mask of the model's forward is what its losses are weighted by; any number times it is right."""
+    """The mask of the model's forward is what its losses are weighted by; any number times it is
+    right."""
 
     def case(group):
         stock, model = model_of(**kwargs), model_of(**kwargs)
@@ -223,7 +248,11 @@ def one_sweep(**kwargs):
             found = compared(*ours, *theirs, head_name(model))
             model.zero_grad()
             _, wrong = run(model, loss_mask=torch.ones(B, S))
-        return found | {"others are nan": all(bool(x.isnan().all()) for n, x in wrong.items() if "output_layer" in n)}
+        return found | {
+            "others are nan": all(
+                bool(x.isnan().all()) for n, x in wrong.items() if "output_layer" in n
+            )
+        }
 
     return case
 
@@ -259,16 +288,20 @@ def mixin(group):
     theirs, before = run(stock), run(model_of(Mixed))
     model.megatron_head = MegatronHead(ignore_index=-100)
     ours = run(model)
-    assert model.megatron_head.calls == 1 and max(relative_errors(before[1], theirs[1]).values()) == 0
+    assert (
+        model.megatron_head.calls == 1 and max(relative_errors(before[1], theirs[1]).values()) == 0
+    )
     return compared(*ours, *theirs, head_name(model))
 
 
 def main_grad_of_the_layer(group):
-    """gradient_accumulation_fusion: dW goes into main_grad, beside what is there, and autograd gets none."""
+    """gradient_accumulation_fusion: dW goes into main_grad, beside what is there, and autograd gets
+    none."""
     stock, model = model_of(), model_of()
     losses, grads = run(stock)
     weight = model.output_layer.weight
-    model.output_layer.gradient_accumulation_fusion = True  # what its own kernels, which are not here, are asked for by
+    # what its own kernels, which are not here, are asked for by
+    model.output_layer.gradient_accumulation_fusion = True
     weight.main_grad, weight.grad_added_to_main_grad = torch.full_like(weight, 2.0), False
     with install(model, MegatronHead(ignore_index=-100)):
         ours = run(model)
@@ -288,13 +321,15 @@ def mup(group):
 
 
 def ignored_labels(group):
-    """-100 and 300 are 0 under ignore_index None; -100 is 0 and 300 NaN under -100; Megatron has a number for both."""
+    """-100 and 300 are 0 under ignore_index None; -100 is 0 and 300 NaN under -100; Megatron has a
+    number for both."""
     model, labels = model_of(), batch()[3].clone()
     labels[0, 0], labels[0, 1] = -100, 300
     stock = run(model, labels)[0]
     found = {"megatron": bool(stock[0, :2].isfinite().all() and (stock[0, :2] > 0).all())}
     checked = int(torch.randint(0, V - 1, (1, 4), generator=torch.Generator().manual_seed(0))[0, 0])
-    install(model, MegatronHead(ignore_index=checked)).remove()  # though the check call would draw this very label
+    # though the check call would draw this very label
+    install(model, MegatronHead(ignore_index=checked)).remove()
     for name, index in (("none", None), ("index", -100)):
         with install(model, MegatronHead(ignore_index=index)):
             losses = run(model, labels)[0]
@@ -312,7 +347,9 @@ def without_labels(group):
         run(model)
     out = {"equal": bool(torch.equal(logits, installed_logits)), "calls": calls}
     if HAS_PROCESSOR:
-        out["equal"] &= bool(torch.equal(logits, model(ids, positions, mask, output_processor=head)))
+        out["equal"] &= bool(
+            torch.equal(logits, model(ids, positions, mask, output_processor=head))
+        )
     return out
 
 
@@ -340,7 +377,11 @@ def refusals(group):
     no_list = "terms must be a tuple or list, got Term"
     refused(lambda: MegatronHead(ignore_index=None, terms=CrossEntropy()), no_list, TypeError)
     unfused = MegatronHead(ignore_index=-100, linear=Linear("one_sweep"))
-    installing("linear needs fused=True, where there are hidden states, got fused=False", head=unfused, fused=False)
+    installing(
+        "linear needs fused=True, where there are hidden states, got fused=False",
+        head=unfused,
+        fused=False,
+    )
     inplace = MegatronHead(ignore_index=-100, options=Options(inplace=True))
     installing("Options(inplace=True) is for logits, fused=False", head=inplace)
     larger = MegatronHead(ignore_index=-100, vocab_size=V + 1)
@@ -352,25 +393,34 @@ def refusals(group):
 
     refused(unused, "no loss came through", RuntimeError)
     assert "_postprocess" not in model.__dict__
-    with mock.patch.object(language_module, "fused_vocab_parallel_cross_entropy", lambda *args: None) as theirs:
+    with mock.patch.object(
+        language_module, "fused_vocab_parallel_cross_entropy", lambda *args: None
+    ) as theirs:
         theirs.__module__ = "other_kernels"
         installing("other_kernels has replaced")
     layer, model.output_layer = model.output_layer, None
     installing("last pipeline stage")
     model.output_layer = layer
     layer.tp_group, tp_group = None, layer.tp_group
-    refused(lambda: head.losses_from_logits(torch.zeros(S, B, V // 2), batch()[3], layer), "got None")
+    refused(
+        lambda: head.losses_from_logits(torch.zeros(S, B, V // 2), batch()[3], layer), "got None"
+    )
     layer.tp_group = tp_group
     for option in ("defer_embedding_wgrad_compute", "fp8_output_proj"):
-        assert hasattr(model.config, option) or (option == "fp8_output_proj" and not HAS_HYBRID)  # it has that name
+        # it has that name
+        assert hasattr(model.config, option) or (option == "fp8_output_proj" and not HAS_HYBRID)
         setattr(model.config, option, True)
         installing(f"{option}=True")
-        refused(lambda: head.losses_from_hidden(None, None, layer, None, model.config), f"{option}=True")
+        refused(
+            lambda: head.losses_from_hidden(None, None, layer, None, model.config), f"{option}=True"
+        )
         setattr(model.config, option, False)
     layer.gtp_remat_size, before = 2, getattr(layer, "gtp_remat_size", 1)
     installing("got gtp_remat_size=2")
     layer.gtp_remat_size, layer.output_dtype = before, torch.bfloat16
-    installing("output_dtype (--output-logit-dtype) must be the model's torch.float32, got torch.bf")
+    installing(
+        "output_dtype (--output-logit-dtype) must be the model's torch.float32, got torch.bf"
+    )
     layer.output_dtype = torch.float32  # that of the model
     install(model, head).remove()
     model.output_layer = Adapted(layer)
@@ -401,14 +451,18 @@ def failures(group):
     head, per_token = MegatronHead(ignore_index=-100, observe=seen.append), HeadLoss()
     for given, fused in ((head, True), (head, False), (per_token, True)):
         assert (
-            fails_cleanly_at_every_step(lambda given=given, fused=fused: install(model, given, fused=fused), model) > 20
+            fails_cleanly_at_every_step(
+                lambda given=given, fused=fused: install(model, given, fused=fused), model
+            )
+            > 20
         )
     assert head.last is None
     return {"observed": len(seen), "observes": head.observe == seen.append}
 
 
 def fp32_logits(group):
-    """A bf16 model whose output layer makes fp32 logits (--output-logit-dtype fp32 of newer versions)."""
+    """A bf16 model whose output layer makes fp32 logits (--output-logit-dtype fp32 of newer
+    versions)."""
     model, labels = model_of(bf16=True), batch()[3]
     model.output_layer.output_dtype = torch.float32
     words = "must be the model's torch.bfloat16, got torch.float32: use fused=False"
@@ -419,7 +473,9 @@ def fp32_logits(group):
     with install(model, MegatronHead(ignore_index=-100), fused=False):
         ours = model.compute_language_model_loss(labels, logits.clone())
     (grad,) = torch.autograd.grad(ours.sum(), logits)
-    return compared(ours.detach(), {"logits": grad}, theirs.detach(), {"logits": their_grad}, "logits")
+    return compared(
+        ours.detach(), {"logits": grad}, theirs.detach(), {"logits": their_grad}, "logits"
+    )
 
 
 def head_loss(group):
@@ -429,11 +485,17 @@ def head_loss(group):
     stock, model = model_of(), model_of()
     with install(stock, MegatronHead(ignore_index=7, terms=terms)):
         theirs = run(stock, labels)
-    with install(model, HeadLoss(terms, metrics=("entropy",), reduction="none", ignore_index=7)) as handle:
+    with install(
+        model, HeadLoss(terms, metrics=("entropy",), reduction="none", ignore_index=7)
+    ) as handle:
         assert handle.last is None
         ours = run(model, labels)
         last = handle.last
-    assert last.stats is None and torch.equal(last.loss.transpose(0, 1), ours[0]) and not last.loss.requires_grad
+    assert (
+        last.stats is None
+        and torch.equal(last.loss.transpose(0, 1), ours[0])
+        and not last.loss.requires_grad
+    )
     assert last.count == B * (S - 1) - (batch()[3] == 7).sum() + (batch()[3][:, 2] == 7).sum()
     assert 0 < last.metrics["entropy"] / last.count < math.log(V)
     assert not ours[0][:, 2].any() and ours[0][:, 3].all()
@@ -462,7 +524,8 @@ def copies(group):
 
 
 def fusion_without_main_grad(group):
-    """gradient_accumulation_fusion before there is a main_grad, and in evaluation: as if it were off."""
+    """gradient_accumulation_fusion before there is a main_grad, and in evaluation: as if it were
+    off."""
     stock, model = model_of(), model_of()
     theirs = run(stock)
     model.output_layer.gradient_accumulation_fusion = True
@@ -495,7 +558,10 @@ def _one_of_two(model, other, head):
 
 def check_call(group):
     model, head = model_of(), MegatronHead(ignore_index=-100)
-    losses_from_hidden, head.losses_from_hidden = head.losses_from_hidden, lambda *args: 1.5 * losses_from_hidden(*args)
+    losses_from_hidden, head.losses_from_hidden = (
+        head.losses_from_hidden,
+        lambda *args: 1.5 * losses_from_hidden(*args),
+    )
     refused(lambda: install(model, head), "differs", RuntimeError)
     head.losses_from_hidden = lambda *args: torch.zeros(1, 2 * group.size())
     refused(lambda: install(model, head), "did not come through", RuntimeError)
@@ -518,16 +584,23 @@ def own_terms(group):
     whole = torch.cat(parts, -1)[..., : V - 50].double()
     with install(model, head):
         losses, _ = run(model, labels)
-    assert seen[-1].stats is None and not seen[-1].loss.requires_grad  # what is kept holds no activations
+    # what is kept holds no activations
+    assert seen[-1].stats is None and not seen[-1].loss.requires_grad
     lse = whole.logsumexp(-1)
     expected = lse - whole.gather(-1, labels.unsqueeze(-1)).squeeze(-1) + 1e-3 * lse.square()
-    return {"loss": relative_errors({"": losses}, {"": expected})[""], "entropy": float(seen[-1].metrics["entropy"])}
+    return {
+        "loss": relative_errors({"": losses}, {"": expected})[""],
+        "entropy": float(seen[-1].metrics["entropy"]),
+    }
 
 
 def documented(group):
     model = model_of()
     ids, positions, mask, labels, _ = batch()
-    scope = {"model": model, "batch": SimpleNamespace(ids=ids, positions=positions, mask=mask, labels=labels)}
+    scope = {
+        "model": model,
+        "batch": SimpleNamespace(ids=ids, positions=positions, mask=mask, labels=labels),
+    }
     exec(compile(marked_block("host", "megatron"), "docs", "exec"), scope)
     return {"loss": float(scope["losses"].mean()), "removed": "_postprocess" not in model.__dict__}
 

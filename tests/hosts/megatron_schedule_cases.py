@@ -1,5 +1,6 @@
-"""Megatron-Core's own schedules with our head against its own loss, on four ranks: pipeline stages, model chunks,
-context parallelism, recomputation, and data parallelism with the distributed optimizer."""
+"""Megatron-Core's own schedules with our head against its own loss, on four ranks: pipeline stages,
+model chunks, context parallelism, recomputation, and data parallelism with the distributed
+optimizer."""
 
 import functools
 from unittest import mock
@@ -11,8 +12,15 @@ from megatron_cases import HAS_HYBRID, B, S, V, config_of
 # isort: split
 # what is above makes Megatron run on CPUs, before it is imported
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -35,15 +43,28 @@ def layout(tp=1, pp=1, vp=None, cp=1):
 
 
 def config_for(vp, recompute, mtp=False, **kwargs):
-    """Outputs that were sent are freed, but with virtual stages, where gloo may still be sending them."""
+    """Outputs that were sent are freed, but with virtual stages, where gloo may still be sending
+    them."""
     sizes = {
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
         "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
         "context_parallel_size": parallel_state.get_context_parallel_world_size(),
     }
-    more = {"virtual_pipeline_model_parallel_size": vp, "overlap_p2p_comm": True, "batch_p2p_comm": False} if vp else {}
+    more = (
+        {
+            "virtual_pipeline_model_parallel_size": vp,
+            "overlap_p2p_comm": True,
+            "batch_p2p_comm": False,
+        }
+        if vp
+        else {}
+    )
     if recompute:
-        more |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        more |= {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
     return config_of(
         mtp=mtp, num_layers=sizes["pipeline_model_parallel_size"] * (vp or 1), batch_p2p_sync=False,
         deallocate_pipeline_outputs=vp is None, **sizes, **more, **kwargs,
@@ -52,7 +73,8 @@ def config_for(vp, recompute, mtp=False, **kwargs):
 
 def layer_spec():
     spec = get_gpt_layer_local_spec()
-    spec.submodules.self_attention.submodules.core_attention = Attention  # Megatron's own refuses context parallelism
+    # Megatron's own refuses context parallelism
+    spec.submodules.self_attention.submodules.core_attention = Attention
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
     return spec
 
@@ -80,7 +102,8 @@ def hybrid_chunk(config, tied, vp_stage, **stage):
 
 
 def chunks_of(make=gpt_chunk, vp=None, tied=False, recompute=False, ddp=None, **kwargs):
-    """This rank's model chunks, each in Megatron's DDP, and their config with what its training loop puts there."""
+    """This rank's model chunks, each in Megatron's DDP, and their config with what its training
+    loop puts there."""
     config = config_for(vp, recompute, **kwargs)
     torch.manual_seed(7)
     chunks = []
@@ -92,7 +115,9 @@ def chunks_of(make=gpt_chunk, vp=None, tied=False, recompute=False, ddp=None, **
         )  # fmt: skip
         chunk = Float16Module(config, chunk) if config.bf16 else chunk
         settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **(ddp or {}))
-        chunks.append(DistributedDataParallel(config, settings, chunk, disable_bucketing=number > 0))
+        chunks.append(
+            DistributedDataParallel(config, settings, chunk, disable_bucketing=number > 0)
+        )
     config.finalize_model_grads_func = finalize_model_grads
     if settings.overlap_grad_reduce:
         config.no_sync_func, config.grad_sync_func = chunks[0].no_sync, chunks[0].start_grad_sync
@@ -100,13 +125,22 @@ def chunks_of(make=gpt_chunk, vp=None, tied=False, recompute=False, ddp=None, **
 
 
 def microbatches():
-    """This rank's part: of the samples by its data-parallel rank, of a sequence by its context-parallel rank."""
-    cp, cp_rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+    """This rank's part: of the samples by its data-parallel rank, of a sequence by its
+    context-parallel rank."""
+    cp, cp_rank = (
+        parallel_state.get_context_parallel_world_size(),
+        parallel_state.get_context_parallel_rank(),
+    )
     generator = torch.Generator().manual_seed(parallel_state.get_data_parallel_rank())
     parts = [cp_rank, 2 * cp - 1 - cp_rank] if cp > 1 else [0]
     for _ in range(MICROBATCHES):
         ids, labels = (torch.randint(0, V, (B, S * cp), generator=generator) for _ in range(2))
-        whole = (ids, torch.arange(S * cp).expand(B, -1), labels, torch.rand(B, S * cp, generator=generator))
+        whole = (
+            ids,
+            torch.arange(S * cp).expand(B, -1),
+            labels,
+            torch.rand(B, S * cp, generator=generator),
+        )
         yield [torch.cat([x.chunk(2 * cp if cp > 1 else 1, 1)[i] for i in parts], 1) for x in whole]
 
 
@@ -122,13 +156,15 @@ def recomputed(model, ids, positions, **kwargs):
 
 
 def step(chunks, call=plainly):
-    """One call of Megatron's schedule -> losses [n, b, s] of the last stage's microbatches (others: nothing), and
-    ``main_grad`` of all parameters by name."""
+    """One call of Megatron's schedule -> losses [n, b, s] of the last stage's microbatches (others:
+    nothing), and ``main_grad`` of all parameters by name."""
     seen = []
 
     def forward_step(numbers, model):
         ids, positions, labels, mask = next(numbers)
-        return call(model, ids, positions, labels=labels, loss_mask=mask), functools.partial(reduced, mask)
+        return call(model, ids, positions, labels=labels, loss_mask=mask), functools.partial(
+            reduced, mask
+        )
 
     def reduced(mask, losses):
         assert losses.shape == (B, S) and losses.dtype == torch.float32
@@ -152,8 +188,8 @@ def parameters_of(chunks):
 
 
 def installed(chunks, fused=True, fusion=False, **kwargs) -> MegatronHead | None:
-    """The head of the last stage's last chunk, None elsewhere. fusion: the layer's gradient_accumulation_fusion, which
-    Megatron allows where it has kernels for it."""
+    """The head of the last stage's last chunk, None elsewhere. fusion: the layer's
+    gradient_accumulation_fusion, which Megatron allows where it has kernels for it."""
     if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
         return None
     head = MegatronHead(ignore_index=-100, **kwargs)
@@ -192,9 +228,11 @@ def scheduled(tp=1, pp=1, vp=None, cp=1, call=plainly, head=None, **kwargs):
 
 
 def optimized(group):
-    """Two steps of the distributed optimizer, which has half of the gradients and of Adam's state on each replica; dW
-    is added to the ``main_grad`` that it reduces while the backward runs."""
-    settings = OptimizerConfig(optimizer="adam", lr=1e-2, clip_grad=0.0, use_distributed_optimizer=True)
+    """Two steps of the distributed optimizer, which has half of the gradients and of Adam's state
+    on each replica; dW is added to the ``main_grad`` that it reduces while the backward runs."""
+    settings = OptimizerConfig(
+        optimizer="adam", lr=1e-2, clip_grad=0.0, use_distributed_optimizer=True
+    )
     layout(tp=2)
     ddp = {"use_distributed_optimizer": True, "overlap_grad_reduce": True}
     stock, chunks = chunks_of(ddp=ddp), chunks_of(ddp=ddp)
@@ -205,7 +243,9 @@ def optimized(group):
         for _ in range(2):
             seen = step(trained)
             optimizer.step()
-        found.append((*seen, {n: p.detach() - before[n] for n, p in parameters_of(trained).items()}))
+        found.append(
+            (*seen, {n: p.detach() - before[n] for n, p in parameters_of(trained).items()})
+        )
     check_main_grad(chunks, last)
     theirs, ours = found
     updates = max(relative_errors(ours[2], theirs[2]).values())
@@ -213,16 +253,23 @@ def optimized(group):
 
 
 def stages(group):
-    """What a list of chunks and a chunk without an output layer are told; the last chunk is taken."""
+    """What a list of chunks and a chunk without an output layer are told; the last chunk is
+    taken."""
     head = MegatronHead(ignore_index=-100)
     layout(tp=2, pp=2, vp=2)
     chunks = chunks_of(vp=2)
-    refused(lambda: install(chunks, head), "got a list of 2: pass the chunk that has the output layer", TypeError)
+    refused(
+        lambda: install(chunks, head),
+        "got a list of 2: pass the chunk that has the output layer",
+        TypeError,
+    )
     for fused in (True, False):
         words = "install on the last pipeline stage alone, in its last chunk"
         refused(lambda fused=fused: install(chunks[0], head, fused=fused), words)
     with mock.patch.object(tensor_parallel.layers, "_grad_accum_fusion_available", True):
-        deferring = chunks_of(vp=2, gradient_accumulation_fusion=True, defer_embedding_wgrad_compute=True)[-1]
+        deferring = chunks_of(
+            vp=2, gradient_accumulation_fusion=True, defer_embedding_wgrad_compute=True
+        )[-1]
     if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
         install(chunks[-1], head)
         refused(lambda: install(deferring, head), "defer_embedding_wgrad_compute=True")

@@ -1,5 +1,6 @@
-"""Depths of multi-token prediction that learn from the main head, beside the same losses computed from whole logits in
-float64, on two ranks: tensor parallelism, or context parallelism. Runs the cases of megatron_cases, too."""
+"""Depths of multi-token prediction that learn from the main head, beside the same losses computed
+from whole logits in float64, on two ranks: tensor parallelism, or context parallelism. Runs the
+cases of megatron_cases, too."""
 
 import functools
 from types import SimpleNamespace
@@ -8,7 +9,18 @@ from unittest import mock
 import megatron_cases
 import torch
 from cases import compared, main, refused
-from megatron_cases import HAS_HYBRID, B, H, S, batch, depths_logged, head_name, hybrid_of, model_of, run
+from megatron_cases import (
+    HAS_HYBRID,
+    B,
+    H,
+    S,
+    batch,
+    depths_logged,
+    head_name,
+    hybrid_of,
+    model_of,
+    run,
+)
 
 # isort: split
 # what is above makes Megatron run on CPUs, before it is imported
@@ -36,8 +48,9 @@ def of_labels(log_probs, labels):
 
 
 class WholeLogits:
-    """Losses [b, s] of a model from the whole logits of every head. A depth's target at position t is the main head's
-    distribution at position t + depth (+ an error); beyond the end there is none, and the mask is 0.
+    """Losses [b, s] of a model from the whole logits of every head. A depth's target at position t
+    is the main head's distribution at position t + depth (+ an error); beyond the end there is
+    none, and the mask is 0.
 
     positions: this rank's part of the sequence, in the order in which it has them; None: all of it.
     """
@@ -71,7 +84,8 @@ class WholeLogits:
         return (self.hard * hard + (1 - self.hard) * soft).transpose(0, 1).float()
 
     def __call__(self, model, labels, forward):
-        """Run `forward`, which calls the model with these labels, with the losses from whole logits in place."""
+        """Run `forward`, which calls the model with these labels, with the losses from whole logits
+        in place."""
         with replaced(model, compute_language_model_loss=self.record), torch.no_grad():
             forward(record=True)
         self.depth, (self.places, self.probabilities) = 0, self.main_by_position()
@@ -97,7 +111,11 @@ def whole(make, **kwargs):
 
 
 def largest_difference(ours, theirs):
-    return max(float(((ours[n] - theirs[n]) / theirs[n]).abs().max()) for n in theirs if "loss" in n or n == "values")
+    return max(
+        float(((ours[n] - theirs[n]) / theirs[n]).abs().max())
+        for n in theirs
+        if "loss" in n or n == "values"
+    )
 
 
 def soft(make=model_of, terms=None, hard=0.0, **kwargs):
@@ -125,7 +143,8 @@ def soft(make=model_of, terms=None, hard=0.0, **kwargs):
 
 
 def context_parallel(group):
-    """Each rank has two parts of a sequence: the targets at their ends are another rank's, or another part's."""
+    """Each rank has two parts of a sequence: the targets at their ends are another rank's, or
+    another part's."""
     layout(cp=2)
     rank = parallel_state.get_context_parallel_rank()
     ids, positions, labels, _ = next(iter(microbatches()))
@@ -133,7 +152,9 @@ def context_parallel(group):
     found = []
     for kind in ("whole", "ours"):
         torch.manual_seed(7)
-        chunk = gpt_chunk(config_for(None, False, mtp=True), False, pre_process=True, post_process=True)
+        chunk = gpt_chunk(
+            config_for(None, False, mtp=True), False, pre_process=True, post_process=True
+        )
 
         def forward(record, chunk=chunk):
             losses = chunk(ids, positions, None, labels=labels, loss_mask=mask)
@@ -151,18 +172,23 @@ def context_parallel(group):
 
 
 def packed(group):
-    """Sequences that share a row: beyond the end of each there is nothing, as Megatron has no labels there."""
+    """Sequences that share a row: beyond the end of each there is nothing, as Megatron has no
+    labels there."""
     layout(tp=2)
     model, ends, found = model_of(mtp=True, sp=True), [0, 5, 6, 2 * S], []
     states = torch.randn(3 * 2 * S, 1, H, generator=torch.Generator().manual_seed(1)).chunk(3)
     parts = [x.chunk(group.size())[group.rank()] for x in states]  # of the main head and two depths
-    with main_states_of(model, torch.cat(parts), SimpleNamespace(cu_seqlens_q=torch.tensor(ends))) as main_states:
+    with main_states_of(
+        model, torch.cat(parts), SimpleNamespace(cu_seqlens_q=torch.tensor(ends))
+    ) as main_states:
         for depth in (1, 2):
             expected = torch.zeros_like(states[0])
             for t in range(2 * S):
                 if t + depth < min(end for end in ends if end > t):
                     expected[t] = states[0][t + depth]
-            found.append(torch.equal(main_states.moved(), expected.chunk(group.size())[group.rank()]))
+            found.append(
+                torch.equal(main_states.moved(), expected.chunk(group.size())[group.rank()])
+            )
     return {"equal": all(found)}
 
 
@@ -171,8 +197,15 @@ def refusals(group):
     head, model = MegatronHead(ignore_index=-100, depth_terms=SOFT), model_of()
     words = "a model with depths of multi-token prediction, got fused=True and mtp_num_layers=None"
     refused(lambda: install(model, head), words)
-    refused(lambda: install(model_of(mtp=True), head, fused=False), "got fused=False and mtp_num_layers=2")
-    given = {"hidden_states": torch.zeros(S, B, H), "output_layer": model.output_layer, "output_weight": None}
+    refused(
+        lambda: install(model_of(mtp=True), head, fused=False),
+        "got fused=False and mtp_num_layers=2",
+    )
+    given = {
+        "hidden_states": torch.zeros(S, B, H),
+        "output_layer": model.output_layer,
+        "output_weight": None,
+    }
     given |= {"labels": batch()[3], "scale_logits": None, "config": model.config}
     refused(lambda: head(**given), "through an output_processor: use install(model, head)")
     words = "depth_terms must be a tuple or list, got Term"
@@ -183,7 +216,12 @@ def refusals(group):
 def counted(group):
     """The likeliest ids are looked for where Megatron counts them: in training, from 0.19 on."""
     layout(tp=2)
-    model, head, wants, linear = model_of(mtp=True), MegatronHead(ignore_index=-100), [], HeadLoss.linear
+    model, head, wants, linear = (
+        model_of(mtp=True),
+        MegatronHead(ignore_index=-100),
+        [],
+        HeadLoss.linear,
+    )
     counts = hasattr(multi_token_prediction, "_compute_mtp_acceptance_counts")
 
     def observed(loss, *args, **kwargs):
@@ -205,7 +243,10 @@ CASES = {
     "soft, refusals": refusals, "counted": counted, "cp": context_parallel, "packed": packed,
 }  # fmt: skip
 if HAS_HYBRID:
-    CASES |= {"soft, detached heads": soft(mtp_detach_heads=True), "soft, hybrid, sp": soft(hybrid_of, sp=True)}
+    CASES |= {
+        "soft, detached heads": soft(mtp_detach_heads=True),
+        "soft, hybrid, sp": soft(hybrid_of, sp=True),
+    }
     CASES |= {"soft, mup": soft(use_mup=True, mup_base_hidden_size=16)}
 
 if __name__ == "__main__":  # and the other cases for two ranks: one import of Megatron for all

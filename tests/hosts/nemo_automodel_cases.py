@@ -1,5 +1,5 @@
-"""NeMo-Automodel's own losses and ours, of one small model, tensor parallel on two ranks as its plans lay it out, and
-called as its recipes call them (`calculate_loss`); with FSDP on four."""
+"""NeMo-Automodel's own losses and ours, of one small model, tensor parallel on two ranks as its
+plans lay it out, and called as its recipes call them (`calculate_loss`); with FSDP on four."""
 
 from __future__ import annotations
 
@@ -26,7 +26,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 from tp_headloss.integrations import nemo_automodel as ours
 
@@ -54,7 +59,8 @@ class Model(nn.Module):
 
 
 def build(tp: str, mesh=None, seed=0, dtype=torch.float32) -> Model:
-    """Always with the same numbers; tp "" unsharded, "plain", or "sp" with sequence parallelism before the head."""
+    """Always with the same numbers; tp "" unsharded, "plain", or "sp" with sequence parallelism
+    before the head."""
     torch.manual_seed(seed)
     model = Model().to(dtype)
     if not tp:
@@ -62,9 +68,13 @@ def build(tp: str, mesh=None, seed=0, dtype=torch.float32) -> Model:
     inputs = {"input_layouts": Shard(1)} if tp == "sp" else {}
     plan = {"lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False, **inputs)}
     if tp == "sp":
-        rows = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False)
+        rows = RowwiseParallel(
+            input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False
+        )
         plan |= {"layer": rows, "norm": SequenceParallel()}
-    return parallelize_module(model, mesh or init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",)), plan)
+    return parallelize_module(
+        model, mesh or init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",)), plan
+    )
 
 
 def gradients(model) -> dict:
@@ -72,7 +82,14 @@ def gradients(model) -> dict:
     return {name: (x.full_tensor() if isinstance(x, DTensor) else x) for name, x in grads.items()}
 
 
-def step(loss_fn, tp="plain", targets=labels, dtype=torch.float32, change=lambda logits: logits, **arguments):
+def step(
+    loss_fn,
+    tp="plain",
+    targets=labels,
+    dtype=torch.float32,
+    change=lambda logits: logits,
+    **arguments,
+):
     """What a recipe does of a micro-batch -> loss, gradients by name, whole."""
     model = build(tp, dtype=dtype)
     logits, hidden = model(ids)
@@ -87,7 +104,11 @@ def step(loss_fn, tp="plain", targets=labels, dtype=torch.float32, change=lambda
 
 
 def pair(loss_fn, host_fn, host_options=None, **options):
-    return compared(*step(loss_fn, **options), *step(host_fn, **{**options, **(host_options or {})}), "lm_head.weight")
+    return compared(
+        *step(loss_fn, **options),
+        *step(host_fn, **{**options, **(host_options or {})}),
+        "lm_head.weight",
+    )
 
 
 # ---- logits
@@ -124,8 +145,14 @@ def masked(group):
 def group_of_plain_logits(group):
     """Even shards, as TEParallelCrossEntropy has them."""
     x = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(1))
-    mine, whole = x[..., 32 * dist.get_rank() :][..., :32].clone().requires_grad_(), x.clone().requires_grad_()
-    loss, host = ours.LogitsLoss(tp_group=group)(mine, labels % 64), MaskedCrossEntropy()(whole, labels % 64)
+    mine, whole = (
+        x[..., 32 * dist.get_rank() :][..., :32].clone().requires_grad_(),
+        x.clone().requires_grad_(),
+    )
+    loss, host = (
+        ours.LogitsLoss(tp_group=group)(mine, labels % 64),
+        MaskedCrossEntropy()(whole, labels % 64),
+    )
     (loss + host).backward()
     grad = whole.grad[..., 32 * dist.get_rank() :][..., :32]
     return compared(loss.detach(), {"x": mine.grad}, host.detach(), {"x": grad}, "x")
@@ -137,7 +164,9 @@ def transformer_engine(group):
     mesh, found = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",)), []
     for loss_fn in (ours.LogitsLoss(), TEParallelCrossEntropy()):
         leaf = distribute_tensor(x, mesh, [Shard(2)]).requires_grad_()
-        loss = calculate_loss(loss_fn, logits=1 * leaf, labels=labels.clamp(max=209), num_label_tokens=COUNT)
+        loss = calculate_loss(
+            loss_fn, logits=1 * leaf, labels=labels.clamp(max=209), num_label_tokens=COUNT
+        )
         loss.backward()
         found += [loss.detach(), {"x": leaf.grad.full_tensor()}]
     return compared(*found, "x")
@@ -147,7 +176,10 @@ def nothing(group):
     """No valid token, or a denominator of 0: a loss of 0, and gradients of 0."""
     found = {}
     for name, loss_fn in {"logits": ours.LogitsLoss(), "fused": ours.FusedHeadLoss()}.items():
-        for case, options in {"labels": {"targets": labels * 0 - 100}, "tokens": {"num_label_tokens": 0}}.items():
+        for case, options in {
+            "labels": {"targets": labels * 0 - 100},
+            "tokens": {"num_label_tokens": 0},
+        }.items():
             loss, grads = step(loss_fn, **options)
             found[f"{name}-{case}"] = float(loss.abs() + sum(x.abs().sum() for x in grads.values()))
     loss, grads = distilled(ours.DistillationLoss(), targets=labels * 0 - 100)
@@ -158,9 +190,16 @@ def nothing(group):
 
 
 def fused(group, tp, **options):
-    """Beside chunks of the unsharded model: NeMo-Automodel refuses a weight that is sharded over "tp"."""
+    """Beside chunks of the unsharded model: NeMo-Automodel refuses a weight that is sharded over
+    "tp"."""
     made = {name: options.pop(name) for name in ("reduction", "ignore_index") if name in options}
-    return pair(ours.FusedHeadLoss(**made), ChunkedCrossEntropy(7, compile=False, **made), {"tp": ""}, tp=tp, **options)
+    return pair(
+        ours.FusedHeadLoss(**made),
+        ChunkedCrossEntropy(7, compile=False, **made),
+        {"tp": ""},
+        tp=tp,
+        **options,
+    )
 
 
 def softcap(group):
@@ -171,7 +210,10 @@ def softcap(group):
 def packed(group):
     """Sequences [1, T, H] with labels [T]."""
     found = []
-    for loss_fn, tp in ((ours.FusedHeadLoss(), "plain"), (ChunkedCrossEntropy(7, compile=False), "")):
+    for loss_fn, tp in (
+        (ours.FusedHeadLoss(), "plain"),
+        (ChunkedCrossEntropy(7, compile=False), ""),
+    ):
         model = build(tp)
         loss = loss_fn(model(ids.view(1, -1))[1], labels.view(-1), model.lm_head.weight, COUNT)
         loss.backward()
@@ -184,7 +226,9 @@ def sharded_by_fsdp(group):
     mesh, found = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp",)), []
     for loss_fn in (ours.FusedHeadLoss(), ChunkedCrossEntropy(7, compile=False)):
         model = build("")
-        model.lm_head.weight = nn.Parameter(distribute_tensor(model.lm_head.weight.detach(), mesh, [Shard(0)]))
+        model.lm_head.weight = nn.Parameter(
+            distribute_tensor(model.lm_head.weight.detach(), mesh, [Shard(0)])
+        )
         hidden = model.norm(model.layer(model.embedding(ids[dist.get_rank()])))
         loss = calculate_loss(
             loss_fn, labels=labels[dist.get_rank()], model=model, hidden_states=hidden, num_label_tokens=COUNT,
@@ -196,7 +240,8 @@ def sharded_by_fsdp(group):
 
 
 def fsdp_and_tp(group, reshard):
-    """On 2 x 2 ranks, FSDP's shards of the weight gathered by FSDP, as its strategy leaves them, or by the loss."""
+    """On 2 x 2 ranks, FSDP's shards of the weight gathered by FSDP, as its strategy leaves them, or
+    by the loss."""
     mesh, found = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), []
     mine = [mesh["dp"].get_local_rank()]
     for loss_fn in (ours.FusedHeadLoss(), MaskedCrossEntropy()):
@@ -219,7 +264,10 @@ def fsdp_and_tp(group, reshard):
 def multi_token(group, kind):
     """Losses of two more depths, which roll the labels."""
     found = []
-    makes = {"logits": (ours.LogitsLoss(), MaskedCrossEntropy()), "fused": (ours.FusedHeadLoss(), MaskedCrossEntropy())}
+    makes = {
+        "logits": (ours.LogitsLoss(), MaskedCrossEntropy()),
+        "fused": (ours.FusedHeadLoss(), MaskedCrossEntropy()),
+    }
     for loss_fn in makes[kind]:
         model = build("plain")
         hidden = model(ids)[1]
@@ -235,7 +283,9 @@ def multi_token(group, kind):
 # ---- distillation
 
 
-def distilled(kd, targets=labels, tp="plain", dtype=torch.float32, teacher=lambda x: x, **arguments):
+def distilled(
+    kd, targets=labels, tp="plain", dtype=torch.float32, teacher=lambda x: x, **arguments
+):
     model = build(tp, dtype=dtype)
     with torch.no_grad():
         logits = build(tp, seed=1, dtype=dtype)(ids)[0]
@@ -252,7 +302,8 @@ KD = {
     "labels_outside": ({}, {"targets": OUTSIDE}),
     "ignore_index": ({"ignore_index": 7}, {}),
     "unsharded": ({"temperature": 0.5}, {"tp": ""}),
-    "teacher_plain": ({}, {"teacher": lambda x: x.to_local()}),  # of another mesh, cut by the recipe's bridge
+    # of another mesh, cut by the recipe's bridge
+    "teacher_plain": ({}, {"teacher": lambda x: x.to_local()}),
 }
 
 
@@ -264,9 +315,16 @@ def kd(group, kind):
 
 def kd_group(group):
     """Plain shards of a group that is given."""
-    s, t = torch.randn(2, 2, 16, 64, generator=torch.Generator().manual_seed(1)).chunk(2, -1)[dist.get_rank()].unbind()
+    s, t = (
+        torch.randn(2, 2, 16, 64, generator=torch.Generator().manual_seed(1))
+        .chunk(2, -1)[dist.get_rank()]
+        .unbind()
+    )
     found = []
-    for loss_fn in (ours.DistillationLoss(tp_group=group, temperature=2.0), KDLoss(tp_group=group, temperature=2.0)):
+    for loss_fn in (
+        ours.DistillationLoss(tp_group=group, temperature=2.0),
+        KDLoss(tp_group=group, temperature=2.0),
+    ):
         x = s.clone().requires_grad_()
         loss = loss_fn(x, t, labels)
         loss.backward()
@@ -277,13 +335,17 @@ def kd_group(group):
 def exact(group):
     """Errors against float64 in half precision, ours and the host's, of the logits' gradient."""
     found = {}
-    full = torch.randn(2, 2, 16, VOCAB, generator=torch.Generator().manual_seed(1)).mul(4).bfloat16()
+    full = (
+        torch.randn(2, 2, 16, VOCAB, generator=torch.Generator().manual_seed(1)).mul(4).bfloat16()
+    )
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
     student, teacher = full.double()
     student.requires_grad_()
     kl = (teacher.softmax(-1) * (teacher.log_softmax(-1) - student.log_softmax(-1))).sum(-1)
     truth = {
-        "logits": nn.functional.cross_entropy(student.flatten(0, 1), labels.flatten(), reduction="sum"),
+        "logits": nn.functional.cross_entropy(
+            student.flatten(0, 1), labels.flatten(), reduction="sum"
+        ),
         "kd": kl[labels != -100].mean(),
     }
     pairs = {"logits": (ours.LogitsLoss, MaskedCrossEntropy), "kd": (ours.DistillationLoss, KDLoss)}
@@ -294,8 +356,12 @@ def exact(group):
             x.requires_grad_()
             loss = cls()(x, t, labels) if kind == "kd" else cls()(x, labels)
             loss.backward()
-            found[f"{name}_{kind}_grad"] = relative_errors({"": x.grad.full_tensor()}, {"": right})[""]
-            found[f"{name}_{kind}_loss"] = relative_errors({"": loss.detach()}, {"": truth[kind].detach()})[""]
+            found[f"{name}_{kind}_grad"] = relative_errors({"": x.grad.full_tensor()}, {"": right})[
+                ""
+            ]
+            found[f"{name}_{kind}_loss"] = relative_errors(
+                {"": loss.detach()}, {"": truth[kind].detach()}
+            )[""]
     return found
 
 
@@ -333,9 +399,15 @@ def refusals(group):
     both = distribute_tensor(torch.zeros(8, 4, requires_grad=True), mesh, [Shard(0), Shard(0)])
     x, y = torch.zeros(1, 2, 8), torch.zeros(1, 2, dtype=torch.int64)
     for call, message in {
-        (lambda: ours.LogitsLoss(reduction="max")): "reduction must be 'sum', 'mean' or 'none', got 'max'",
-        (lambda: ours.LogitsLoss(reduction="mean")(x, y, num_label_tokens=3)): "need reduction='sum', got 'mean'",
-        (lambda: ours.FusedHeadLoss(reduction="none")(x, y, x[0], loss_weights=y)): "need reduction='sum', got 'none'",
+        (
+            lambda: ours.LogitsLoss(reduction="max")
+        ): "reduction must be 'sum', 'mean' or 'none', got 'max'",
+        (
+            lambda: ours.LogitsLoss(reduction="mean")(x, y, num_label_tokens=3)
+        ): "need reduction='sum', got 'mean'",
+        (
+            lambda: ours.FusedHeadLoss(reduction="none")(x, y, x[0], loss_weights=y)
+        ): "need reduction='sum', got 'none'",
         (lambda: ours.FusedHeadLoss.materialize_lm_weight(both)): "must have the 2 ranks",
         (lambda: ours.LogitsLoss()(x, y[:, :1])): "must have shape [1, 2] of logits, got [1, 1]",
         (lambda: ours.LogitsLoss()(x, y.t())): "must have shape [1, 2] of logits, got [2, 1]",
@@ -362,7 +434,10 @@ CASES = {
     "documented": documented, "names": names, "refusals": refusals,
 }  # fmt: skip
 
-FSDP = {"fsdp_and_tp-gathered": case(fsdp_and_tp, False), "fsdp_and_tp-resharded": case(fsdp_and_tp, True)}
+FSDP = {
+    "fsdp_and_tp-gathered": case(fsdp_and_tp, False),
+    "fsdp_and_tp-resharded": case(fsdp_and_tp, True),
+}
 
 if __name__ == "__main__":
     main(FSDP if RANKS == 4 else CASES)

@@ -1,5 +1,6 @@
-"""`GRPO`, `DAPO` and the other presets on two shards of the vocabulary against the host's own loss of the same batch,
-and the gradient of the logits: verl's functions in its environment, TRL's trainer in the other."""
+"""`GRPO`, `DAPO` and the other presets on two shards of the vocabulary against the host's own loss
+of the same batch, and the gradient of the logits: verl's functions in its environment, TRL's
+trainer in the other."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ else:
 
 B, S, V, HORIZON, KL = 6, 9, 64, 9, 0.02
 CLIP = (0.1, 0.15)
-# preset -> its settings, as ours takes them; verl's function and aggregation; TRL's loss_type and level
+# preset -> its settings, as ours takes them; verl's function and aggregation; TRL's loss_type and
+# level
 PRESETS = {
     "PPO": ({"clip": CLIP, "dual_clip": 1.4}, ("vanilla", "token-mean"), None),
     "GRPO": ({"clip": CLIP}, ("vanilla", "seq-mean-token-mean"), ("grpo", "token")),

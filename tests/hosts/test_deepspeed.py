@@ -1,7 +1,8 @@
-"""With DeepSpeed itself: AutoTP's models on two ranks, with its losses and with ours (tests/hosts/deepspeed_cases.py).
+"""With DeepSpeed itself: AutoTP's models on two ranks, with its losses and with ours
+(tests/hosts/deepspeed_cases.py).
 
-fp32 errors are against the same model unsharded. After a few steps the weights differ by roundings, so the gradients of
-a step may differ by 4e-6; 1 % of the output layer's gradient is 1e-2.
+fp32 errors are against the same model unsharded. After a few steps the weights differ by roundings,
+so the gradients of a step may differ by 4e-6; 1 % of the output layer's gradient is 1e-2.
 """
 
 import functools
@@ -42,6 +43,7 @@ def test_what_cannot_work_is_refused_and_the_readme_runs(name):
 
 @pytest.mark.parametrize("stage", range(4))
 def test_zero_trains_a_model_with_a_sharded_head_as_the_whole_model_is_trained(stage):
-    """The first step of two replicas with two micro-batches each; a difference of weights rounds to 1e-6 of it."""
+    """The first step of two replicas with two micro-batches each; a difference of weights rounds to
+    1e-6 of it."""
     found = cases.result(HOST, "deepspeed_module_cases.py", f"stage{stage}", 4)
     assert found["updates"] < 3e-6 < 5e-3 < found["mutant"], found

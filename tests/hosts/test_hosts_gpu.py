@@ -1,5 +1,6 @@
-"""The scripts of scripts/hosts_gpu on CPUs, with a tiny model: the host's own head and ours have one loss curve, and
-what they write becomes a table and a picture. Two hosts; all with TP_HEADLOSS_FULL."""
+"""The scripts of scripts/hosts_gpu on CPUs, with a tiny model: the host's own head and ours have
+one loss curve, and what they write becomes a table and a picture. Two hosts; all with
+TP_HEADLOSS_FULL."""
 
 import json
 import os
@@ -45,19 +46,43 @@ def test_a_host_learns_the_same_with_its_own_head_and_with_ours(results, name):
     host, script, ranks, *ways = SCRIPTS[name]
     if not python_of(host).exists():
         pytest.skip(f"no .hosts/{host}: bash scripts/hosts.sh {host}")
-    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if ranks == 2 else []
-    call = [f"{FOLDER}/{script}.py", "--tiny", "--json", f"{results}/{name}.json", *(["--ways", *ways] if ways else [])]
+    start = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        if ranks == 2
+        else []
+    )
+    call = [
+        f"{FOLDER}/{script}.py",
+        "--tiny",
+        "--json",
+        f"{results}/{name}.json",
+        *(["--ways", *ways] if ways else []),
+    ]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(results), "CUDA_VISIBLE_DEVICES": ""}
+    environment |= {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "TMPDIR": str(results),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     command = [python_of(host), "-W", "ignore", *start, *call]
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
     record = json.loads((results / f"{name}.json").read_text())
-    own, most, steps = record["heads"][record["own"]], record["shape"]["most"], record["shape"]["steps"]
-    assert record["ranks"] == ranks and len(record["heads"]) > 1 and record.get("equal_bits", name != "megatron")
+    own, most, steps = (
+        record["heads"][record["own"]],
+        record["shape"]["most"],
+        record["shape"]["steps"],
+    )
+    assert (
+        record["ranks"] == ranks
+        and len(record["heads"]) > 1
+        and record.get("equal_bits", name != "megatron")
+    )
     for found in record["heads"].values():
         assert len(found["loss"]) == steps == len(set(found["loss"])) and found["largest"] == most
-        assert max(abs(a - b) for a, b in zip(found["loss"], own["loss"])) < 2e-5  # one is rounded to bf16
+        # one is rounded to bf16
+        assert max(abs(a - b) for a, b in zip(found["loss"], own["loss"])) < 2e-5
         assert 0 < found["head_ms"] < found["step_ms"]
 
 
@@ -65,22 +90,43 @@ def test_results_become_a_table_and_a_picture(tmp_path):
     found = {"loss": [6.25, 6.0], "step_ms": 20.0, "head_ms": 5.0, "tokens_per_s": 1000.0}
     shape = {"layers": 2, "hidden": 32, "vocab": 512, "length": 16, "batch": 2, "steps": 2}
     versions = {"host": "1.0", "torch": "2.13.0", "triton": "3.6.0"}
-    record = {"host": "host", "own": "its own", "ranks": 2, "shape": shape, "versions": versions, "device": "a GPU"}
+    record = {
+        "host": "host",
+        "own": "its own",
+        "ranks": 2,
+        "shape": shape,
+        "versions": versions,
+        "device": "a GPU",
+    }
     record |= {"memory": 0.9, "equal_bits": True, "ways": ["compile"]}
     files = {
-        "a": {"its own": {**found, "peak_gib": 3.25}, "tp_headloss": {**found, "loss": [6.25, 6.001]}},
-        "b": {"another": {"error": "OutOfMemoryError: of this head"}, "its own": {"largest": 4}},  # of the same host
+        "a": {
+            "its own": {**found, "peak_gib": 3.25},
+            "tp_headloss": {**found, "loss": [6.25, 6.001]},
+        },
+        # of the same host
+        "b": {"another": {"error": "OutOfMemoryError: of this head"}, "its own": {"largest": 4}},
     }
     for name, heads in files.items():
         (tmp_path / f"{name}.json").write_text(json.dumps({**record, "heads": heads}))
-    command = [sys.executable, FOLDER / "report.py", *sorted(tmp_path.glob("*.json")), "--out", tmp_path / "hosts.png"]
+    command = [
+        sys.executable,
+        FOLDER / "report.py",
+        *sorted(tmp_path.glob("*.json")),
+        "--out",
+        tmp_path / "hosts.png",
+    ]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    own, ours, another = (line for line in said.splitlines() if line.startswith("| host 1.0, TP 2, compile |"))
+    own, ours, another = (
+        line for line in said.splitlines() if line.startswith("| host 1.0, TP 2, compile |")
+    )
     assert (
         own
         == "| host 1.0, TP 2, compile | its own | 20.0 ms | 5.0 ms, 25% | 1000 | 3.2 GiB | 4 rows | 6.2500, 6.0000 |  |"
     )
-    assert ours.split(" | ")[1] == "**tp_headloss**" and ours.endswith("| not measured | 6.2500, 6.0010 | 1.0e-03 |")
+    assert ours.split(" | ")[1] == "**tp_headloss**" and ours.endswith(
+        "| not measured | 6.2500, 6.0010 | 1.0e-03 |"
+    )
     assert another.count("not measured") == 7 and "another: OutOfMemoryError: of this head" in said
     assert "equal bits of losses and weights over two runs" in said and "hidden 32, 512 ids" in said
     assert (tmp_path / "hosts.png").read_bytes().startswith(b"\x89PNG")

@@ -1,23 +1,56 @@
-"""Megatron-Core, each supported version with its own loss beside ours; the cases are in megatron_cases.py, those
-with its schedules and more than tensor parallelism in megatron_schedule_cases.py, and depths of multi-token prediction
-that learn from the main head in megatron_soft_target_cases.py."""
+"""Megatron-Core, each supported version with its own loss beside ours; the cases are in
+megatron_cases.py, those with its schedules and more than tensor parallelism in
+megatron_schedule_cases.py, and depths of multi-token prediction that learn from the main head in
+megatron_soft_target_cases.py."""
 
 import cases
 import pytest
 
 VERSIONS = ("0.16.1", "0.19.2")
 SAME = (
-    *("plain", "sp", "tied", "sp, tied", "ddp main_grad", "ddp, sp, tied", "mtp", "mixin", "main_grad of the layer"),
+    *(
+        "plain",
+        "sp",
+        "tied",
+        "sp, tied",
+        "ddp main_grad",
+        "ddp, sp, tied",
+        "mtp",
+        "mixin",
+        "main_grad of the layer",
+    ),
     *("mtp, sp, tied", "mtp, one sweep"),
     *("loss hook", "loss hook, sp", "loss hook, mtp", "loss hook, in place"),
-    *("one sweep", "one sweep, sp", "one sweep everywhere", "fusion without main_grad", "mixin without names"),
+    *(
+        "one sweep",
+        "one sweep, sp",
+        "one sweep everywhere",
+        "fusion without main_grad",
+        "mixin without names",
+    ),
     "HeadLoss",
 )
 
 
 SCHEDULED = (
-    *("pp", "pp, mtp", "pp, tp", "pp, tp, sp, tied", "pp, loss hook", "pp, one sweep", "recompute", "chunks"),
-    *("cp, tp", "cp, tp, sp", "cp, loss hook", "cp, pp, mtp", "recomputed head", "recomputed head, one sweep"),
+    *(
+        "pp",
+        "pp, mtp",
+        "pp, tp",
+        "pp, tp, sp, tied",
+        "pp, loss hook",
+        "pp, one sweep",
+        "recompute",
+        "chunks",
+    ),
+    *(
+        "cp, tp",
+        "cp, tp, sp",
+        "cp, loss hook",
+        "cp, pp, mtp",
+        "recomputed head",
+        "recomputed head, one sweep",
+    ),
     "distributed optimizer",
 )
 
@@ -57,13 +90,18 @@ def test_what_the_newer_version_has(case):
     assert found["loss"] < 1e-6 and found["grads"] < 1e-6 and found["mutant"] > 9e-3, found
 
 
-SOFT = [(version, case) for version in VERSIONS for case in ("soft", "soft, sp, tied", "soft and hard", "cp")]
+SOFT = [
+    (version, case)
+    for version in VERSIONS
+    for case in ("soft", "soft, sp, tied", "soft and hard", "cp")
+]
 SOFT += [("0.19.2", case) for case in ("soft, detached heads", "soft, hybrid, sp", "soft, mup")]
 
 
 @pytest.mark.parametrize(("version", "case"), SOFT)
 def test_depths_learn_from_the_main_heads_distribution_of_the_same_token(version, case):
-    """Losses, what Megatron logs of the depths, and all gradients, beside whole logits in float64."""
+    """Losses, what Megatron logs of the depths, and all gradients, beside whole logits in
+    float64."""
     found = result(version, case)
     assert found["loss"] < 1e-6 and found["grads"] < 1e-6 < found["mutant"], found
     assert found.get("logged", 0) < 1e-6 and found.get("off by one is seen", True), found
@@ -90,7 +128,12 @@ def test_losses_and_gradients_equal_megatrons_to_the_rounding_of_bf16(version, c
 @pytest.mark.parametrize("version", VERSIONS)
 def test_labels_outside_of_the_vocabulary_are_what_was_chosen(version):
     found = result(version, "ignored labels")
-    assert found["megatron"] and found["none"] == [0, 0] and found["index"] == [0, "nan"] and found["others"] < 1e-5
+    assert (
+        found["megatron"]
+        and found["none"] == [0, 0]
+        and found["index"] == [0, "nan"]
+        and found["others"] < 1e-5
+    )
 
 
 @pytest.mark.parametrize("version", VERSIONS)

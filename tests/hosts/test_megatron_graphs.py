@@ -1,4 +1,5 @@
-"""Megatron-Core's CUDA graphs on two GPUs, around its own loss and ours: replays give what eager steps give."""
+"""Megatron-Core's CUDA graphs on two GPUs, around its own loss and ours: replays give what eager
+steps give."""
 
 import importlib.util
 import json
@@ -12,7 +13,9 @@ from cases import ROOT
 pytestmark = pytest.mark.cuda
 LOSSES = ("stock", "logits", "logits-inplace", "head", "head-one-sweep")
 STEPS = 8
-SHAPE = "--data synthetic --vocab 8192 --hidden 256 --layers 2 --length 256 --batch 2 --accumulate 2"
+SHAPE = (
+    "--data synthetic --vocab 8192 --hidden 256 --layers 2 --length 256 --batch 2 --accumulate 2"
+)
 
 
 @pytest.fixture(scope="module")
@@ -22,9 +25,31 @@ def results(tmp_path_factory):
     if importlib.util.find_spec("megatron") is None:
         pytest.skip("needs megatron-core 0.19.2 in this environment")
     out = tmp_path_factory.mktemp("graphs") / "results.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(ROOT / "launch/megatron_pretrain.py"), *SHAPE.split(), "--deterministic", "--out", str(out)]
-    command += ["--steps", str(STEPS), "--losses", *LOSSES, "--cuda-graph", "none", "local", "full_iteration"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    command += [
+        str(ROOT / "launch/megatron_pretrain.py"),
+        *SHAPE.split(),
+        "--deterministic",
+        "--out",
+        str(out),
+    ]
+    command += [
+        "--steps",
+        str(STEPS),
+        "--losses",
+        *LOSSES,
+        "--cuda-graph",
+        "none",
+        "local",
+        "full_iteration",
+    ]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert not ran.returncode, ran.stderr[-4000:]
     return json.loads(out.read_text())["results"]

@@ -1,5 +1,5 @@
-"""With NeMo-Automodel itself: its losses and ours of one model, tensor parallel on two ranks, and with
-FSDP on four (tests/hosts/nemo_automodel_cases.py)."""
+"""With NeMo-Automodel itself: its losses and ours of one model, tensor parallel on two ranks, and
+with FSDP on four (tests/hosts/nemo_automodel_cases.py)."""
 
 import cases
 import pytest

@@ -9,14 +9,31 @@ from ranks import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from trainer_problem import DTYPES, B, K, S, V, close, close_grads, cut, data, dtype_name, head, truth
+from trainer_problem import (
+    DTYPES,
+    B,
+    K,
+    S,
+    V,
+    close,
+    close_grads,
+    cut,
+    data,
+    dtype_name,
+    head,
+    truth,
+)
 
 from tp_headloss.integrations import nemo_rl
 
 
 def ranks_of(group):
     """Keywords of NeMo-RL for the ranks that share the vocabulary."""
-    return {} if group is None else {"vocab_parallel_rank": group.rank(), "vocab_parallel_group": group}
+    return (
+        {}
+        if group is None
+        else {"vocab_parallel_rank": group.rank(), "vocab_parallel_group": group}
+    )
 
 
 def bounded(x, ids, group, **given):
@@ -56,7 +73,15 @@ def next_tokens(group, device, dtype, form):
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 @pytest.mark.parametrize(
     ("ranks", "form"),
-    [(1, "even"), (2, "even"), (1, "longer"), (2, "longer"), (1, "bounds"), (2, "bounds"), (2, "dtensor")],
+    [
+        (1, "even"),
+        (2, "even"),
+        (1, "longer"),
+        (2, "longer"),
+        (1, "bounds"),
+        (2, "bounds"),
+        (2, "dtensor"),
+    ],
 )
 def test_nemo_next_token_log_probs(ranks, form, dtype):
     results = on_ranks(ranks, next_tokens, dtype, form)
@@ -67,37 +92,51 @@ def test_nemo_next_token_log_probs(ranks, form, dtype):
     used[1, 2] = 0  # the id -100 at 3
     expected = log_prob * used
     (trainer_problem.WEIGHTS[0, :, : length - 1] * expected).sum().backward()
-    gradient = torch.nn.functional.pad(leaf.grad, (0, 0, 0, S - length + 1))  # nothing of the last position
+    # nothing of the last position
+    gradient = torch.nn.functional.pad(leaf.grad, (0, 0, 0, S - length + 1))
     for out, _ in results:
         assert out.shape == (B, length - 1) and out.dtype == torch.float32
         close(out, expected)
     close_grads([grad for _, grad in results], gradient, dtype)
 
 
-FILTERS = [SimpleNamespace(top_k=3, top_p=1.0), {"top_p": 0.7}, {"top_k": 20, "top_p": 0.9, "temperature": 0.3}]
+FILTERS = [
+    SimpleNamespace(top_k=3, top_p=1.0),
+    {"top_p": 0.7},
+    {"top_k": 20, "top_p": 0.9, "temperature": 0.3},
+]
 
 
 def kept_of(z, params):
-    """bool: which ids of z [.., V] in float64 NeMo-RL's sampling parameters keep; of equal ones the lowest."""
+    """bool: which ids of z [.., V] in float64 NeMo-RL's sampling parameters keep; of equal ones the
+    lowest."""
     params = {"top_k": None, **(params if isinstance(params, dict) else vars(params))}
     order = z.sort(dim=-1, descending=True, stable=True)
     kept = torch.arange(V) < (params["top_k"] or V)
     p = order.values.masked_fill(~kept, -torch.inf).softmax(-1)
-    return torch.zeros_like(z, dtype=torch.bool).scatter(-1, order.indices, kept & (p.cumsum(-1) - p < params["top_p"]))
+    return torch.zeros_like(z, dtype=torch.bool).scatter(
+        -1, order.indices, kept & (p.cumsum(-1) - p < params["top_p"])
+    )
 
 
 def likely(logits):
-    """Ids [B, S] of which most are among the likeliest of the position before, and one is the least likely."""
+    """Ids [B, S] of which most are among the likeliest of the position before, and one is the least
+    likely."""
     order = logits[..., :V].double().sort(dim=-1, descending=True, stable=True).indices
     ids = torch.zeros(B, S, dtype=torch.int64)
-    ids[:, 1:] = order[:, :-1, :3].gather(-1, torch.arange(B * (S - 1)).view(B, S - 1, 1) % 3)[..., 0]
+    ids[:, 1:] = order[:, :-1, :3].gather(-1, torch.arange(B * (S - 1)).view(B, S - 1, 1) % 3)[
+        ..., 0
+    ]
     ids[0, 2], ids[1, 3], ids[1, 4] = order[0, 1, -1], -100, V + trainer_problem.PADDED
     return ids
 
 
 def filtered(group, device, dtype, params, form):
     logits, _ = data(dtype)
-    ids, boundaries = likely(logits).to(device), trainer_problem.UNEVEN if form == "bounds" else trainer_problem.EVEN
+    ids, boundaries = (
+        likely(logits).to(device),
+        trainer_problem.UNEVEN if form == "bounds" else trainer_problem.EVEN,
+    )
     x = cut(logits, group, boundaries).detach().to(device).requires_grad_()
     given = {"sampling_params": params, "vocab_size": V}
     if form == "bounds":
@@ -120,7 +159,11 @@ def test_nemo_log_probs_over_what_top_k_and_top_p_keep(ranks, form, params, dtyp
     leaf = logits.double().requires_grad_()
     z, labels = leaf[:, :-1, :V], ids[:, 1:]
     kept = kept_of(z.detach(), params)
-    log_p = z.masked_fill(~kept, -torch.inf).log_softmax(-1).gather(-1, labels.clamp(0, V - 1)[..., None])[..., 0]
+    log_p = (
+        z.masked_fill(~kept, -torch.inf)
+        .log_softmax(-1)
+        .gather(-1, labels.clamp(0, V - 1)[..., None])[..., 0]
+    )
     log_p = log_p.masked_fill(labels == -100, 0.0)
     good = (labels >= 0) & (labels < V) & log_p.isfinite()
     (trainer_problem.WEIGHTS[0, :, :-1] * log_p)[good].sum().backward()
@@ -137,19 +180,31 @@ def replayed(group, device, dtype, as_batch):
     ids, mask = rollout()
     x = cut(data(dtype)[0], group).detach().to(device).requires_grad_()
     if as_batch:
-        mask = {"sampling_mask_token_ids": mask.token_ids, "sampling_mask_sizes": mask.sizes, "input_ids": ids}
+        mask = {
+            "sampling_mask_token_ids": mask.token_ids,
+            "sampling_mask_sizes": mask.sizes,
+            "input_ids": ids,
+        }
     params = SimpleNamespace(top_k=3, top_p=0.5, replay_sampling_mask=True)
     out = nemo_rl.get_next_token_logprobs_from_logits(
-        ids.to(device), x, sampling_params=params, sampling_mask=mask, vocab_size=V, **ranks_of(group)
+        ids.to(device),
+        x,
+        sampling_params=params,
+        sampling_mask=mask,
+        vocab_size=V,
+        **ranks_of(group),
     )
     (trainer_problem.WEIGHTS[0, :, : S - 3].to(device) * out).sum().backward()
     return out.detach(), x.grad
 
 
 def rollout():
-    """Ids [B, S - 2] and the mask of a rollout: a prompt of 2 tokens, then a token drawn from 4, 3, 2 or 1 ids."""
+    """Ids [B, S - 2] and the mask of a rollout: a prompt of 2 tokens, then a token drawn from 4, 3,
+    2 or 1 ids."""
     generator = torch.Generator().manual_seed(9)
-    token_ids = torch.stack([torch.randperm(V, generator=generator)[:4] for _ in range(B * (S - 2))]).view(B, S - 2, 4)
+    token_ids = torch.stack(
+        [torch.randperm(V, generator=generator)[:4] for _ in range(B * (S - 2))]
+    ).view(B, S - 2, 4)
     sizes = torch.arange(B * (S - 2)).view(B, S - 2) % 4 + 1
     sizes[:, :2] = 0
     token_ids = token_ids.masked_fill(torch.arange(4) >= sizes[..., None], 0)
@@ -195,7 +250,9 @@ def largest_allocation(function):
         before = torch.cuda.memory_allocated()
         function()
         return torch.cuda.max_memory_allocated() - before
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         function()
     return max(event.self_cpu_memory_usage for event in profile.events())
 
@@ -212,12 +269,15 @@ def test_nemo_chunk_size_bounds_memory_that_does_not_exist(device):
     assert torch.equal(score(None), score(7))
     assert largest_allocation(lambda: score(None)) <= copy / 3
     logits.requires_grad_()
-    assert largest_allocation(lambda: score(None).sum().backward()) <= copy / 2 * 1.3  # the bf16 gradient
+    # the bf16 gradient
+    assert largest_allocation(lambda: score(None).sum().backward()) <= copy / 2 * 1.3
 
 
 def mask_of(length, sizes=None):
     sizes = torch.zeros(B, length).int() if sizes is None else sizes
-    return {"sampling_mask": SimpleNamespace(token_ids=torch.zeros(B, length, 2).long(), sizes=sizes)}
+    return {
+        "sampling_mask": SimpleNamespace(token_ids=torch.zeros(B, length, 2).long(), sizes=sizes)
+    }
 
 
 @pytest.mark.parametrize(
@@ -229,9 +289,15 @@ def mask_of(length, sizes=None):
         ({"sampling_params": {"replay_sampling_mask": True}}, "needs a sampling_mask"),
         (mask_of(S, torch.zeros(S).long()), "must have sizes"),
         (mask_of(S + 2), "must be of the tokens"),
-        (mask_of(S - 1), rf"sampling_mask must be of the tokens, \[{B}, {S}, 'K'\], got \[{B}, {S - 1}, 2\]"),
+        (
+            mask_of(S - 1),
+            rf"sampling_mask must be of the tokens, \[{B}, {S}, 'K'\], got \[{B}, {S - 1}, 2\]",
+        ),
         ({"sampling_params": {"min_p": 0.1}}, "min_p"),
-        ({"sampling_params": SimpleNamespace(top_k=-1, top_p=1.0, replay_sampling_mask=True)}, "replay_sampling_mask"),
+        (
+            {"sampling_params": SimpleNamespace(top_k=-1, top_p=1.0, replay_sampling_mask=True)},
+            "replay_sampling_mask",
+        ),
         ({"vocab_parallel_rank": 0}, "vocab_parallel_group"),
         ({"vocab_size": V + trainer_problem.PADDED}, "padded_size"),
     ],
@@ -242,7 +308,9 @@ def test_nemo_refuses_by_name(options, names):
         nemo_rl.get_next_token_logprobs_from_logits(ids, logits, **options)
 
 
-@pytest.mark.parametrize("params", [(None, 0.9), "top_k=20", SimpleNamespace(top_k=20), 0.9, {"top_k"}])
+@pytest.mark.parametrize(
+    "params", [(None, 0.9), "top_k=20", SimpleNamespace(top_k=20), 0.9, {"top_k"}]
+)
 def test_nemo_refuses_sampling_params_of_unknown_kinds(params):
     logits, ids = data()
     for function in (
@@ -261,7 +329,9 @@ def test_nemo_accepts_what_changes_nothing_and_refuses_shapes():
     one = torch.distributed.ProcessGroup(0, 1)
     params = SimpleNamespace(top_k=-1, top_p=1.0)
     for given in (params, vars(params), {"temperature": 0.3}, {}):
-        same = nemo_rl.get_next_token_logprobs_from_logits(ids, logits, None, None, None, one, given, 3)
+        same = nemo_rl.get_next_token_logprobs_from_logits(
+            ids, logits, None, None, None, one, given, 3
+        )
         assert torch.equal(plain, same)
     with pytest.raises(ValueError, match="S from 1 to the 4 positions given, got"):
         nemo_rl.get_next_token_logprobs_from_logits(ids, logits[:, :4])
@@ -270,20 +340,34 @@ def test_nemo_accepts_what_changes_nothing_and_refuses_shapes():
 def wrong_rank(group, device):
     logits, ids = data()
     tp = {"vocab_parallel_rank": 1 - group.rank(), "vocab_parallel_group": group}
-    return nemo_rl.get_next_token_logprobs_from_logits(ids.to(device), cut(logits, group).to(device), **tp)
+    return nemo_rl.get_next_token_logprobs_from_logits(
+        ids.to(device), cut(logits, group).to(device), **tp
+    )
 
 
 def test_nemo_refuses_another_rank_than_this_one():
-    assert all("must be this rank" in failure.message for failure in on_ranks(2, wrong_rank, failures=True))
+    assert all(
+        "must be this rank" in failure.message for failure in on_ranks(2, wrong_rank, failures=True)
+    )
 
 
 def of_hidden(group, device, inference_only):
     (hidden, weight), (_, ids) = head(), data()
     ranks = 1 if group is None else group.size()
     rank = 0 if group is None else group.rank()
-    own = hidden.transpose(0, 1).chunk(ranks)[rank].contiguous().to(device).requires_grad_()  # [S/P, B, H]
+    # [S/P, B, H]
+    own = hidden.transpose(0, 1).chunk(ranks)[rank].contiguous().to(device).requires_grad_()
     rows = cut(weight, group, trainer_problem.EVEN, 0).detach().to(device).requires_grad_()
-    args = own, rows, None, ids.to(device), rank * len(rows), (rank + 1) * len(rows), group, inference_only
+    args = (
+        own,
+        rows,
+        None,
+        ids.to(device),
+        rank * len(rows),
+        (rank + 1) * len(rows),
+        group,
+        inference_only,
+    )
     out = nemo_rl.from_parallel_hidden_states_to_logprobs(*args, None, 3, vocab_size=V)
     if inference_only:
         assert not out.requires_grad
@@ -311,7 +395,9 @@ def test_nemo_log_probs_of_hidden_states(ranks, inference_only):
 def test_nemo_refuses_gathered_logits_of_hidden_states():
     (hidden, weight), (_, ids) = head(), data()
     with pytest.raises(ValueError, match="runtime_gather_output"):
-        nemo_rl.from_parallel_hidden_states_to_logprobs(hidden, weight, True, ids, 0, trainer_problem.PADDED, None)
+        nemo_rl.from_parallel_hidden_states_to_logprobs(
+            hidden, weight, True, ids, 0, trainer_problem.PADDED, None
+        )
 
 
 def entries():
@@ -324,7 +410,11 @@ def entries():
 def distilled(group, device, dtype, zero_outside_topk, calculate_entropy):
     teacher, ids = (x.to(device) for x in entries())
     x = cut(data(dtype)[0], group).detach().to(device).requires_grad_()
-    options = {"zero_outside_topk": zero_outside_topk, "calculate_entropy": calculate_entropy, "vocab_size": V}
+    options = {
+        "zero_outside_topk": zero_outside_topk,
+        "calculate_entropy": calculate_entropy,
+        "vocab_size": V,
+    }
     student, of_teacher, entropy = nemo_rl.get_distillation_topk_logprobs_from_logits(
         x, teacher, ids, **options, **ranks_of(group)
     )
@@ -337,7 +427,9 @@ def distilled(group, device, dtype, zero_outside_topk, calculate_entropy):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize(("zero_outside_topk", "calculate_entropy"), [(True, True), (True, False), (False, False)])
+@pytest.mark.parametrize(
+    ("zero_outside_topk", "calculate_entropy"), [(True, True), (True, False), (False, False)]
+)
 def test_nemo_distillation_entries(ranks, zero_outside_topk, calculate_entropy, dtype):
     results = on_ranks(ranks, distilled, dtype, zero_outside_topk, calculate_entropy)
     teacher, ids = entries()
@@ -378,7 +470,9 @@ class Scattered(TorchDispatchMode):
 def test_nemo_distillation_adds_up_duplicates_in_fp32(device):
     x = torch.zeros(1, 2, 8, dtype=torch.bfloat16, device=device, requires_grad=True)
     ids = torch.full((1, 2, 512), 3, device=device)
-    student, _, _ = nemo_rl.get_distillation_topk_logprobs_from_logits(x, ids.float(), ids, True, False)
+    student, _, _ = nemo_rl.get_distillation_topk_logprobs_from_logits(
+        x, ids.float(), ids, True, False
+    )
     with Scattered() as scattered:
         (student.sum(-1) / 4096).sum().backward()
     expected = torch.full((8,), -1 / 64)
@@ -386,7 +480,8 @@ def test_nemo_distillation_adds_up_duplicates_in_fp32(device):
     assert torch.equal(x.grad[0, 0].float().cpu(), expected) and (x.grad[0, 1] == 0).all()
     if device == "cpu":
         (source,) = scattered.sources
-        assert torch.equal((source != 0).sum(-1), torch.tensor([[1, 0]]))  # one number per distinct id
+        # one number per distinct id
+        assert torch.equal((source != 0).sum(-1), torch.tensor([[1, 0]]))
 
 
 def test_nemo_distillation_of_bad_entries():
@@ -394,12 +489,18 @@ def test_nemo_distillation_of_bad_entries():
     bad = ids.clone()
     bad[0, 0, 0], bad[0, 1, 1] = V, -1
     arguments = {"zero_outside_topk": True, "calculate_entropy": False, "vocab_size": V}
-    student = nemo_rl.get_distillation_topk_logprobs_from_logits(logits, teacher, bad, **arguments)[0]
+    student = nemo_rl.get_distillation_topk_logprobs_from_logits(logits, teacher, bad, **arguments)[
+        0
+    ]
     assert student[0, 0, 0].isnan() and student[0, 1, 1].isnan() and int(student.isnan().sum()) == 2
     with pytest.raises(ValueError, match="K > 0"):
-        nemo_rl.get_distillation_topk_logprobs_from_logits(logits, teacher[..., :0], ids[..., :0], **arguments)
+        nemo_rl.get_distillation_topk_logprobs_from_logits(
+            logits, teacher[..., :0], ids[..., :0], **arguments
+        )
     with pytest.raises(ValueError, match="cp_sharder"):
-        nemo_rl.get_distillation_topk_logprobs_from_logits(logits, teacher, ids, cp_sharder=object(), **arguments)
+        nemo_rl.get_distillation_topk_logprobs_from_logits(
+            logits, teacher, ids, cp_sharder=object(), **arguments
+        )
 
 
 def hidden_dtensors(group, device):
@@ -407,9 +508,14 @@ def hidden_dtensors(group, device):
     mesh = init_device_mesh(device.type, (2,))
     states = distribute_tensor(hidden.transpose(0, 1).contiguous().to(device), mesh, [Shard(0)])
     rows = distribute_tensor(weight.to(device), mesh, [Shard(0)])
-    start, target = group.rank() * len(weight) // 2, distribute_tensor(ids.to(device), mesh, [Replicate()])
+    start, target = (
+        group.rank() * len(weight) // 2,
+        distribute_tensor(ids.to(device), mesh, [Replicate()]),
+    )
     bounds = start, start + len(weight) // 2, group
-    out = nemo_rl.from_parallel_hidden_states_to_logprobs(states, rows, None, target, *bounds, vocab_size=V)
+    out = nemo_rl.from_parallel_hidden_states_to_logprobs(
+        states, rows, None, target, *bounds, vocab_size=V
+    )
     return out, hidden @ weight.t(), ids
 
 

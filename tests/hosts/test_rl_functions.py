@@ -1,5 +1,5 @@
-"""Functions of SkyRL and slime, NeMo-RL's of packed and of split sequences, and those that the guide writes as a call,
-against float64."""
+"""Functions of SkyRL and slime, NeMo-RL's of packed and of split sequences, and those that the
+guide writes as a call, against float64."""
 
 import doctest
 from types import SimpleNamespace
@@ -18,7 +18,8 @@ from tp_headloss.integrations import nemo_rl, rl_calls, sampling_masks, skyrl, s
 H = 12
 LENGTHS, PADDED_LENGTHS = [3, 2, 6], [4, 4, 8]  # of packed sequences
 BOUNDS = torch.tensor([0, 4, 8, 16], dtype=torch.int32)
-T, S, WIDTH = 16, 8, 7  # packed tokens; positions of each of B sequences; columns of the packed ones when padded
+# packed tokens; positions of each of B sequences; columns of the packed ones when padded
+T, S, WIDTH = 16, 8, 7
 LAYOUTS = [(1, 1), (1, 2), (2, 1), (2, 2)]  # context-parallel x vocabulary ranks
 MASK = torch.tensor([[0, 1, 1, 1, 0, 0, 0], [1, 1, 0, 0, 0, 0, 0], [1, 1, 0, 1, 1, 1, 1]])
 IN_ROWS = [[3, 2], [6]]
@@ -26,7 +27,8 @@ CUT = 123  # columns where shards were cut at the padding
 
 
 def tokens(dtype=torch.float32):
-    """Logits [T, PADDED], whose padding would win if it took part, and ids [T], every other one likely."""
+    """Logits [T, PADDED], whose padding would win if it took part, and ids [T], every other one
+    likely."""
     generator = torch.Generator().manual_seed(11)
     logits = 4 * torch.randn(T, PADDED, generator=generator)
     ids = torch.randint(0, V, (T,), generator=generator)
@@ -47,7 +49,9 @@ def groups_of(group, layout):
     if layout != (2, 2):
         return (group, None) if layout[0] == 2 else (None, group)
 
-    mesh = init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    mesh = init_device_mesh(
+        "cuda" if torch.cuda.is_available() else "cpu", (2, 2), mesh_dim_names=("cp", "tp")
+    )
     return mesh["cp"].get_group(), mesh["tp"].get_group()
 
 
@@ -114,7 +118,11 @@ def packed(group, device, layout, form, dtype):
     x = cut(held(logits, cp_group, PADDED_LENGTHS), tp_group).detach().to(device).requires_grad_()
     target, options = ids.unsqueeze(0), dict(FORMS[form])
     if "target_is_pre_rolled" in options:
-        target = held(torch.cat([part.roll(-1) for part in ids.split(PADDED_LENGTHS)]), cp_group, PADDED_LENGTHS)[None]
+        target = held(
+            torch.cat([part.roll(-1) for part in ids.split(PADDED_LENGTHS)]),
+            cp_group,
+            PADDED_LENGTHS,
+        )[None]
     module = nemo_rl if form.startswith("nemo") else skyrl
     args = x.unsqueeze(0), target.to(device), BOUNDS.to(device), WIDTH, *bounds(x, tp_group)
     options.update(cp_group=cp_group, vocab_size=V)
@@ -146,8 +154,15 @@ def test_packed_log_probs_go_to_their_places(form, layout, dtype):
     for out, _ in results:
         assert out.dtype == torch.float32 and torch.equal(out, results[0][0])
         close(out, expected)
-    of_rank = torch.stack([torch.full((T // 2,), m) for m in multiples]) if layout[0] == 2 else torch.ones(1, T)
-    grads = [(out, grad.float() / of_rank[i // layout[1]][:, None]) for i, (out, grad) in enumerate(results)]
+    of_rank = (
+        torch.stack([torch.full((T // 2,), m) for m in multiples])
+        if layout[0] == 2
+        else torch.ones(1, T)
+    )
+    grads = [
+        (out, grad.float() / of_rank[i // layout[1]][:, None])
+        for i, (out, grad) in enumerate(results)
+    ]
     assert all(grad.dtype == dtype for _, grad in results)
     rtol, atol = (1e-5, 2e-6) if dtype == torch.float32 else (2**-8, 1e-5)
     close(joined(grads, layout), leaf.grad, rtol, atol)
@@ -158,7 +173,14 @@ def packed_head(group, device, layout):
     (hidden, weight), (_, ids) = head(), tokens()
     x = held(hidden, cp_group, PADDED_LENGTHS).clone().to(device).requires_grad_()
     rows = cut(weight, tp_group, dim=0).detach().to(device).requires_grad_()
-    args = x.unsqueeze(0), rows, ids.unsqueeze(0).to(device), BOUNDS.to(device), WIDTH, *bounds(rows, tp_group, 0)
+    args = (
+        x.unsqueeze(0),
+        rows,
+        ids.unsqueeze(0).to(device),
+        BOUNDS.to(device),
+        WIDTH,
+        *bounds(rows, tp_group, 0),
+    )
     options = {**FORMS["skyrl, mask"], "cp_group": cp_group, "temperature": 0.5, "vocab_size": V}
     out = skyrl.from_parallel_hidden_to_logprobs_packed_sequences(*args, **options)
     (out * upstream(cp_group, out.shape).to(device)).sum().backward()
@@ -179,7 +201,8 @@ def test_packed_log_probs_of_hidden_states(layout):
         close(out, expected, atol=1e-5)
     hidden_grads, weight_grads = zip(*(grads for _, grads in results))
     if layout[0] == 1:
-        close(sum(grad.cpu() for grad in hidden_grads), hidden.grad, atol=1e-5)  # each rank's is a part
+        # each rank's is a part
+        close(sum(grad.cpu() for grad in hidden_grads), hidden.grad, atol=1e-5)
         close(torch.cat([grad.cpu() for grad in weight_grads]), weight.grad, atol=2e-5)
     else:
         scaled = [(None, grad / (i + 1)) for i, grad in enumerate(hidden_grads)]
@@ -187,7 +210,8 @@ def test_packed_log_probs_of_hidden_states(layout):
 
 
 def sequences(group, device, layout, what):
-    """Log-probs of B sequences, padded from S - 1 tokens, and the gradient of this rank's logits."""
+    """Log-probs of B sequences, padded from S - 1 tokens, and the gradient of this rank's
+    logits."""
     cp_group, tp_group = groups_of(group, layout)
     logits, ids = tokens()
     own = [held(part, cp_group, [S]) for part in logits.split(S)]
@@ -202,10 +226,14 @@ def sequences(group, device, layout, what):
         cp["sampling_mask"] = SimpleNamespace(token_ids=entries, sizes=sizes)
     if what == "entries":
         entries = torch.stack([ids, (ids + 1) % V], -1)
-        outs = nemo_rl.get_distillation_topk_logprobs_from_logits(x, entries.float(), entries, True, True, **tp, **cp)
+        outs = nemo_rl.get_distillation_topk_logprobs_from_logits(
+            x, entries.float(), entries, True, True, **tp, **cp
+        )
         out = torch.cat([outs[0], outs[2].unsqueeze(-1)], -1)
     elif what == "bounds":
-        out = skyrl.from_parallel_logits_to_logprobs(x, ids, *bounds(x, tp_group), cp_group=cp_group, vocab_size=V)
+        out = skyrl.from_parallel_logits_to_logprobs(
+            x, ids, *bounds(x, tp_group), cp_group=cp_group, vocab_size=V
+        )
     else:
         out = nemo_rl.get_next_token_logprobs_from_logits(ids, x, **tp, **cp)
     (out * upstream(cp_group, out.shape).to(device)).sum().backward()
@@ -225,7 +253,8 @@ def test_context_parallel_ranks_score_whole_sequences(what, layout):
     else:
         at = log_p[:, :-1].gather(-1, torch.stack([ids, (ids + 1) % V], -1)[:, 1:])
         expected = at[..., 0] if what != "mask" else at.log_softmax(-1)[..., 0]
-    (expected * 3 * upstream(None, expected.shape)).sum().backward()  # the sum of both ranks' upstream gradients
+    # the sum of both ranks' upstream gradients
+    (expected * 3 * upstream(None, expected.shape)).sum().backward()
     for out, _ in results:
         close(out, expected)
     whole = leaf.grad.view(B, S, -1)
@@ -249,21 +278,31 @@ def per_token(group, device, function, dtype):
         assert torch.equal(alone, outs[0]) and alone.shape == (T, 1) and nothing is None
     elif function == "slime, mask":
         mask = cut(kept(), group, dim=-1).bool().to(device)
-        outs = slime.calculate_log_probs_and_entropy(x, ids, group, True, log_prob_keep_mask=mask, **keywords)
+        outs = slime.calculate_log_probs_and_entropy(
+            x, ids, group, True, log_prob_keep_mask=mask, **keywords
+        )
     elif function == "slime, metric":
-        outs = slime.calculate_log_probs_and_entropy(x, ids, group, True, with_entropy_grad=False, **keywords)
+        outs = slime.calculate_log_probs_and_entropy(
+            x, ids, group, True, with_entropy_grad=False, **keywords
+        )
         assert not outs[1].requires_grad
     elif function == "megatron_rl":  # whose model gives [B, S, V/P] of [S, B, V/P]
         alone = host["selective_log_softmax"](x.view(8, 2, -1).transpose(0, 1), ids.view(8, 2).t())
         assert alone.dtype == dtype and alone.shape == (2, 8)
         outs = alone.t(), torch.zeros(T, device=device)
     else:
-        outs = host["vocab_parallel_log_probs_from_logits"](x, ids), host["vocab_parallel_entropy"](x)
+        outs = (
+            host["vocab_parallel_log_probs_from_logits"](x, ids),
+            host["vocab_parallel_entropy"](x),
+        )
         squares = host["vocab_parallel_sum_pi_squared"](x.detach(), 2.0)
         close(squares, (logits[:, :V].double() / 2).softmax(-1).square().sum(-1))
     outs = [out.flatten() for out in outs]
     known = ids >= 0  # what hosts give to an ignored token varies
-    sum(((i + 1) * out * upstream(None, out.shape).to(device))[known].sum() for i, out in enumerate(outs)).backward()
+    sum(
+        ((i + 1) * out * upstream(None, out.shape).to(device))[known].sum()
+        for i, out in enumerate(outs)
+    ).backward()
     return [out.detach()[known] for out in outs], x.grad
 
 
@@ -274,7 +313,9 @@ def kept():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("function", ["areal", "slime", "slime, mask", "slime, metric", "verl", "megatron_rl"])
+@pytest.mark.parametrize(
+    "function", ["areal", "slime", "slime, mask", "slime, metric", "verl", "megatron_rl"]
+)
 def test_log_probs_and_entropies_per_token(function, ranks, dtype):
     results = on_ranks(ranks, per_token, function, dtype)
     logits, ids = tokens(dtype)
@@ -283,12 +324,15 @@ def test_log_probs_and_entropies_per_token(function, ranks, dtype):
     log_p, masked = z.log_softmax(-1), z
     if function == "slime, mask":
         inside = kept()[:, :V].bool() | (torch.arange(V) == ids[:, None])
-        assert not kept()[:, :V].bool().gather(-1, ids[:, None]).all()  # the label is kept although the mask lacks it
+        # the label is kept although the mask lacks it
+        assert not kept()[:, :V].bool().gather(-1, ids[:, None]).all()
         masked = z.masked_fill(~inside, -torch.inf)
     at = masked.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
     entropy = -(log_p.exp() * log_p).sum(-1) * (function != "megatron_rl")
     known, weights = torch.arange(T) != 3, upstream(None, entropy.shape)
-    loss = (weights * at)[known].sum() + (2 * weights * entropy)[known].sum() * (function != "slime, metric")
+    loss = (weights * at)[known].sum() + (2 * weights * entropy)[known].sum() * (
+        function != "slime, metric"
+    )
     loss.backward()
     for outs, _ in results:
         close(outs[0], at[known], 2**-8 if outs[0].dtype == torch.bfloat16 else 2e-6, 1e-5)
@@ -304,7 +348,9 @@ def soft(group, device, factor, cut_padding, k):
     logits, boundaries, vocab_size = columns_of(cut_padding), EVEN, V
     if cut_padding:
         boundaries, vocab_size = [0, 64, CUT], None
-    x, teacher = (cut(part, group, boundaries).detach().to(device) for part in (logits, logits.flip(0)))
+    x, teacher = (
+        cut(part, group, boundaries).detach().to(device) for part in (logits, logits.flip(0))
+    )
     x.requires_grad_()
     operands = x.view(2, 8, -1), teacher.view(2, 8, -1), weights_of_tokens().to(device)
     if k is None:
@@ -316,7 +362,8 @@ def soft(group, device, factor, cut_padding, k):
 
 
 def columns_of(cut_padding):
-    """Logits, or CUT columns of 128 without padding, of which shards would be whole chunks if they were not cut."""
+    """Logits, or CUT columns of 128 without padding, of which shards would be whole chunks if they
+    were not cut."""
     logits = tokens()[0]
     return torch.cat([logits[:, :V], logits[:, :V].flip(0)], -1)[:, :CUT] if cut_padding else logits
 
@@ -351,12 +398,22 @@ def mean_entropy(group, device, layout, of_head):
     rest = BOUNDS, WIDTH, 4, MASK, loss_mask, cp_group
     if of_head:
         hidden, weight = head()
-        x, rows = held(hidden, cp_group, PADDED_LENGTHS).to(device), cut(weight, tp_group, dim=0).detach().to(device)
+        x, rows = (
+            held(hidden, cp_group, PADDED_LENGTHS).to(device),
+            cut(weight, tp_group, dim=0).detach().to(device),
+        )
         mean, part = skyrl.from_parallel_hidden_to_entropy_packed_sequences(
             x.unsqueeze(0), rows, *rest, tp_group, vocab_size=V)  # fmt: skip
         return mean, part
-    x = cut(held(tokens()[0], cp_group, PADDED_LENGTHS), tp_group).detach().to(device).requires_grad_()
-    mean, part = skyrl.vocab_parallel_entropy_packed_sequences(x.unsqueeze(0), *rest, tp_group=tp_group, vocab_size=V)
+    x = (
+        cut(held(tokens()[0], cp_group, PADDED_LENGTHS), tp_group)
+        .detach()
+        .to(device)
+        .requires_grad_()
+    )
+    mean, part = skyrl.vocab_parallel_entropy_packed_sequences(
+        x.unsqueeze(0), *rest, tp_group=tp_group, vocab_size=V
+    )
     part.backward()
     assert not mean.requires_grad
     return (mean, part.detach()), x.grad
@@ -405,19 +462,28 @@ def dtensor_with_its_group(group, device):
     mesh = init_device_mesh(device.type, (group.size(),))
     logits, ids = torch.zeros(2, 8, device=device), torch.zeros(2, dtype=torch.long, device=device)
     try:
-        return slime.calculate_log_probs_and_entropy(distribute_tensor(logits, mesh, [Shard(1)]), ids, group)
+        return slime.calculate_log_probs_and_entropy(
+            distribute_tensor(logits, mesh, [Shard(1)]), ids, group
+        )
     except ValueError as error:
         return str(error)
 
 
 def test_a_dtensor_has_its_own_group():
-    assert on_ranks(2, dtensor_with_its_group) == ["a DTensor has its own group: pass None as the group, got both"] * 2
+    assert (
+        on_ranks(2, dtensor_with_its_group)
+        == ["a DTensor has its own group: pass None as the group, got both"] * 2
+    )
 
 
 def uneven_heads(group, device, cut_at):
     (hidden, weight), (_, ids) = head(), tokens()
     start, end = ((0, cut_at), (cut_at, PADDED))[group.rank()]
-    x, rows, ids = hidden.unsqueeze(0).to(device), weight[start:end].to(device), ids.unsqueeze(0).to(device)
+    x, rows, ids = (
+        hidden.unsqueeze(0).to(device),
+        weight[start:end].to(device),
+        ids.unsqueeze(0).to(device),
+    )
     own = x.transpose(0, 1).chunk(2)[group.rank()].contiguous()
     return (
         skyrl.from_parallel_hidden_to_logprobs(x, rows, ids, start, end, group)[0],
@@ -429,7 +495,9 @@ def uneven_heads(group, device, cut_at):
 @pytest.mark.parametrize("cut_at", [0, 70])
 def test_uneven_shards_need_no_vocab_size(cut_at):
     (hidden, weight), (_, ids) = head(), tokens()
-    log_p = (hidden.double() @ weight.double().t())[:-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+    log_p = (
+        (hidden.double() @ weight.double().t())[:-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+    )
     for results in on_ranks(2, uneven_heads, cut_at):
         for out in results:
             close(out, log_p, atol=1e-5)
@@ -438,23 +506,49 @@ def test_uneven_shards_need_no_vocab_size(cut_at):
 @pytest.mark.parametrize(
     ("call", "names"),
     [  # others are in tests/promises/test_spec.py
-        (lambda x, i: slime.calculate_log_probs_and_entropy(x[0], i[0], None, log_prob_keep_mask=x > 0), "keep_mask"),
+        (
+            lambda x, i: slime.calculate_log_probs_and_entropy(
+                x[0], i[0], None, log_prob_keep_mask=x > 0
+            ),
+            "keep_mask",
+        ),
         (lambda x, i: pack_call(x, i, BOUNDS[:1]), r"cu_seqlens_padded must be \[B \+ 1\]"),
         (lambda x, i: pack_call(x, i, BOUNDS - 1), "cu_seqlens_padded must ascend from 0 to 16"),
         (lambda x, i: pack_call(x, i[:, 1:], BOUNDS), r"target must have shape \[1, 16\]"),
-        (lambda x, i: pack_call(x, i, BOUNDS, attention_mask=MASK[:2]), r"attention_mask must have shape \[3, 7\]"),
-        (lambda x, i: pack_call(x, i, BOUNDS, sub_seq_lengths=[[3]]), "sub_seq_lengths must be of 3 sequences"),
-        (lambda x, i: pack_call(x, i, BOUNDS, sub_seq_lengths=[[5, 2], [6]]), r"\[4, 4, 8\] tokens, got \[5, 2, 6\]"),
+        (
+            lambda x, i: pack_call(x, i, BOUNDS, attention_mask=MASK[:2]),
+            r"attention_mask must have shape \[3, 7\]",
+        ),
+        (
+            lambda x, i: pack_call(x, i, BOUNDS, sub_seq_lengths=[[3]]),
+            "sub_seq_lengths must be of 3 sequences",
+        ),
+        (
+            lambda x, i: pack_call(x, i, BOUNDS, sub_seq_lengths=[[5, 2], [6]]),
+            r"\[4, 4, 8\] tokens, got \[5, 2, 6\]",
+        ),
         (lambda x, i: pack_call(x, i, BOUNDS, sub_seq_lengths=[[-1, 2], [6]]), r"got \[-1, 2, 6\]"),
-        (lambda x, i: pack_call(x, i, BOUNDS, sub_seq_lengths=[3, 2, 6]), "a list of lengths for each row, got"),
+        (
+            lambda x, i: pack_call(x, i, BOUNDS, sub_seq_lengths=[3, 2, 6]),
+            "a list of lengths for each row, got",
+        ),
         (
             lambda x, i: pack_call(x, i, BOUNDS, attention_mask=torch.ones_like(MASK)),
             r"at most the packed sequences' \[4, 4, 8\] tokens, got \[7, 7, 7\]",
         ),
         (lambda x, i: entropy_call(x, 7), "num_actions must be at most 6, got 7"),
-        (lambda x, i: entropy_call(x, 2, torch.ones(3)), r"loss_mask must have shape \[3, 2\], got \[3\]"),
-        (lambda x, i: skyrl.draft_soft_ce_topk(x[0], x[0], i, 2), r"student_logits must have shape \[B, S, width\]"),
-        (lambda x, i: skyrl.draft_soft_ce(x, x, torch.ones(1, 1)), r"mask must have shape \[1, 16\] of"),
+        (
+            lambda x, i: entropy_call(x, 2, torch.ones(3)),
+            r"loss_mask must have shape \[3, 2\], got \[3\]",
+        ),
+        (
+            lambda x, i: skyrl.draft_soft_ce_topk(x[0], x[0], i, 2),
+            r"student_logits must have shape \[B, S, width\]",
+        ),
+        (
+            lambda x, i: skyrl.draft_soft_ce(x, x, torch.ones(1, 1)),
+            r"mask must have shape \[1, 16\] of",
+        ),
         (
             lambda x, i: nemo_rl.from_parallel_logits_to_logprobs_packed_sequences(
                 x, i[:, 1:], BOUNDS, WIDTH, 0, PADDED, None, target_is_pre_rolled=True
@@ -477,13 +571,19 @@ def entropy_call(x, num_actions, loss_mask=None):
 
 def test_bounds_that_nobody_could_check_make_every_result_nan():
     """On GPUs, where nothing waits for their values."""
-    packed = rl_calls.PackedTokens(tokens()[0].unsqueeze(0), None, None, BOUNDS, WIDTH, sum_gradients=True)
+    packed = rl_calls.PackedTokens(
+        tokens()[0].unsqueeze(0), None, None, BOUNDS, WIDTH, sum_gradients=True
+    )
     packed.valid = torch.tensor(False)
-    assert packed.log_probs(lambda labels: torch.zeros(1, T), tokens()[1].unsqueeze(0)).isnan().all()
+    assert (
+        packed.log_probs(lambda labels: torch.zeros(1, T), tokens()[1].unsqueeze(0)).isnan().all()
+    )
     assert packed.weights(1, None, torch.float32).isnan().all()
 
 
-@pytest.mark.parametrize("module", [skyrl_draft, slime, sampling_masks], ids=lambda m: m.__name__.split(".")[-1])
+@pytest.mark.parametrize(
+    "module", [skyrl_draft, slime, sampling_masks], ids=lambda m: m.__name__.split(".")[-1]
+)
 def test_examples_of_the_docstrings(module):
     assert doctest.testmod(module).attempted > 0 and doctest.testmod(module).failed == 0
 

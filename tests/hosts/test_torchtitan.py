@@ -1,4 +1,5 @@
-"""With torchtitan itself: its models on two ranks, with its losses and with ours (tests/hosts/torchtitan_cases.py)."""
+"""With torchtitan itself: its models on two ranks, with its losses and with ours
+(tests/hosts/torchtitan_cases.py)."""
 
 import functools
 
@@ -8,13 +9,25 @@ import pytest
 HOST = "torchtitan-0.3.0"
 BACKENDS = ("spmd_types", "partial_dtensor")
 SAME = [
-    *(f"{kind}-{backend}{sp}" for kind in ("logits", "fused") for backend in BACKENDS for sp in ("", "-sp")),
+    *(
+        f"{kind}-{backend}{sp}"
+        for kind in ("logits", "fused")
+        for backend in BACKENDS
+        for sp in ("", "-sp")
+    ),
     *(f"fused-partial_dtensor-{wrapped}" for wrapped in ("fsdp", "sp-fsdp", "dp-fsdp")),
     *(f"typechecked-{kind}" for kind in ("logits", "fused", "fused-sp", "chunked-sp")),
     *(f"{case}-{backend}" for case in ("linear_options", "upstream") for backend in BACKENDS),
-    *("fused-spmd_types-bias", "fused-partial_dtensor-bias", "chunked-partial_dtensor", "compiled-spmd_types"),
+    *(
+        "fused-spmd_types-bias",
+        "fused-partial_dtensor-bias",
+        "chunked-partial_dtensor",
+        "compiled-spmd_types",
+    ),
 ]
-CLOSE = [f"{case}-{backend}" for case in ("terms_and_metrics", "validation") for backend in BACKENDS]
+CLOSE = [
+    f"{case}-{backend}" for case in ("terms_and_metrics", "validation") for backend in BACKENDS
+]
 OTHERS = ["wrong_contract", "exact", "refusals", "documented"]
 
 
@@ -54,4 +67,9 @@ def test_what_cannot_work_is_refused():
 
 def test_the_documented_configuration_runs():
     found = result("documented")
-    assert found["loss"] < 1e-6 and found["sum"] < 1e-6 and found["gradients"] == 10 and 0 <= found["accuracy"] < 1
+    assert (
+        found["loss"] < 1e-6
+        and found["sum"] < 1e-6
+        and found["gradients"] == 10
+        and 0 <= found["accuracy"] < 1
+    )

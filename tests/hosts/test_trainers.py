@@ -1,11 +1,13 @@
-"""Trainers of hosts end to end, on two ranks and on four, with their own loss and with ours: what they log, and their
-gradients or weights. transformers and TRL are in trainer_cases.py, torchtitan is in torchtitan_trainer_cases.py."""
+"""Trainers of hosts end to end, on two ranks and on four, with their own loss and with ours: what
+they log, and their gradients or weights. transformers and TRL are in trainer_cases.py, torchtitan
+is in torchtitan_trainer_cases.py."""
 
 import pytest
 from cases import FULL, result, results
 
 OLDER, TRANSFORMERS, TORCHTITAN = "transformers-5.17.0", "transformers-5.24.0", "torchtitan-0.3.0"
-GRADIENTS = {  # (host, ranks) -> cases; the Trainer of the older one refuses FSDP beside tensor parallelism
+# (host, ranks) -> cases; the Trainer of the older one refuses FSDP beside tensor parallelism
+GRADIENTS = {
     (OLDER, 2): {"fused", "fused-tied", "loss_function"},
     (TRANSFORMERS, 2): {"fused", "fused-tied", "loss_function", "PEFT", "SFT", "KTO", "RLOO"},
     (TRANSFORMERS, 4): {"fused", "fused-tied", "loss_function", "evaluated", "DPO", "GRPO"},
@@ -33,14 +35,18 @@ def test_every_case_of_torchtitan_is_looked_at(ranks):
     assert set(results(TORCHTITAN, "torchtitan_trainer_cases.py", ranks)) == WEIGHTS[ranks] | others
 
 
-@pytest.mark.parametrize(("host", "ranks", "case"), [(*of, case) for of in GRADIENTS for case in sorted(GRADIENTS[of])])
+@pytest.mark.parametrize(
+    ("host", "ranks", "case"), [(*of, case) for of in GRADIENTS for case in sorted(GRADIENTS[of])]
+)
 def test_the_trainers_of_transformers_and_trl_log_and_learn_the_same(host, ranks, case):
     found = result(host, "trainer_cases.py", case, ranks)
     if case != "evaluated":  # which compares itself
         assert max(found["loss"], found["grads"]) < 1e-6 < 5e-3 < found["mutant"], found
 
 
-@pytest.mark.parametrize(("ranks", "case"), [(ranks, case) for ranks in WEIGHTS for case in sorted(WEIGHTS[ranks])])
+@pytest.mark.parametrize(
+    ("ranks", "case"), [(ranks, case) for ranks in WEIGHTS for case in sorted(WEIGHTS[ranks])]
+)
 def test_torchtitans_trainer_logs_the_same_and_ends_with_the_same_weights(ranks, case):
     found = result(TORCHTITAN, "torchtitan_trainer_cases.py", case, ranks)
     assert max(found["logged"], found["weights"]) < 1e-6 and found.get("mutant", 1.0) > 5e-4, found

@@ -1,8 +1,9 @@
-"""transformers and TRL, as installed in .hosts: losses and gradients of their own models, tensor parallel on two ranks.
+"""transformers and TRL, as installed in .hosts: losses and gradients of their own models, tensor
+parallel on two ranks.
 
-fp32 errors are against the host's own loss of the same model unsharded: below 1e-6, where 1 % of the output layer's
-gradient is 1e-2. Errors in bf16 are at most 1.2 times those of the host's own tensor parallel model, where 1 % of that
-gradient makes 1.4 times as much.
+fp32 errors are against the host's own loss of the same model unsharded: below 1e-6, where 1 % of
+the output layer's gradient is 1e-2. Errors in bf16 are at most 1.2 times those of the host's own
+tensor parallel model, where 1 % of that gradient makes 1.4 times as much.
 """
 
 import pytest
@@ -11,7 +12,11 @@ from cases import result
 HOSTS = ("transformers-5.17.0", "transformers-5.24.0")
 WAYS = ("loss_function", "fused")
 CASES = [
-    *(f"{way}-{kind}" for way in WAYS for kind in ("plain", "tied", "uneven", "bf16", "arguments", "HeadLoss")),
+    *(
+        f"{way}-{kind}"
+        for way in WAYS
+        for kind in ("plain", "tied", "uneven", "bf16", "arguments", "HeadLoss")
+    ),
     *(f"fused-{model}" for model in ("Gemma2", "Cohere", "Granite", "Phi", "GPT2")),
     *(f"fused-{kind}-auto" for kind in ("plain", "tied", "uneven")),
     *(
@@ -29,7 +34,17 @@ CASES = [
     ),
 ]
 TRL = "transformers-5.24.0"
-TRL_CASES = "plain", "tied", "uneven", "temperature", "softcap", "bf16", "replaced", "refusals", "failures"
+TRL_CASES = (
+    "plain",
+    "tied",
+    "uneven",
+    "temperature",
+    "softcap",
+    "bf16",
+    "replaced",
+    "refusals",
+    "failures",
+)
 TRL_CASES += ("documented", "prompts")
 
 

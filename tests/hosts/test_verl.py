@@ -30,7 +30,11 @@ def processed(group, device, dtype, boundaries):
     logits, label = data(dtype)
     temperature = torch.linspace(0.5, 2.0, B * S).view(B, S)
     label[0, 1], temperature[1, 2] = -100, 0.0
-    x, label, temperature = cut(logits, group, boundaries).to(device), label.to(device), temperature.to(device)
+    x, label, temperature = (
+        cut(logits, group, boundaries).to(device),
+        label.to(device),
+        temperature.to(device),
+    )
     x, before = x.detach().requires_grad_(), x.detach().clone()
     bounds = [0, PADDED] if group is None else boundaries
     given = {"padded_size": PADDED} if boundaries == EVEN else {"boundaries": bounds}
@@ -53,9 +57,13 @@ def test_verl_logits_processor(ranks, boundaries, dtype):
     used = torch.ones(B, S, dtype=torch.bool)
     used[0, 1] = used[1, 2] = False  # ignored; padding
     log_prob, entropy, squares, leaf = truth(logits, label, temperature.unsqueeze(-1))
-    ((WEIGHTS[0] * log_prob + WEIGHTS[1] * entropy + WEIGHTS.sum(0) * squares) * used).sum().backward()
+    (
+        (WEIGHTS[0] * log_prob + WEIGHTS[1] * entropy + WEIGHTS.sum(0) * squares) * used
+    ).sum().backward()
     for out in results:
-        assert all(out[name].dtype == torch.float32 for name in ("log_probs", "entropy", "sum_pi_squared"))
+        assert all(
+            out[name].dtype == torch.float32 for name in ("log_probs", "entropy", "sum_pi_squared")
+        )
         close(out["log_probs"].cpu()[used], log_prob[used])
         close(out["entropy"].cpu()[used], entropy[used])
         close(out["sum_pi_squared"].cpu()[used], squares[used])
@@ -68,7 +76,8 @@ def test_verl_logits_processor(ranks, boundaries, dtype):
 def test_verl_label_mask_temperature_and_what_is_wanted():
     logits, label = data()
     mask = torch.rand(B, S) < 0.5
-    label = torch.where(mask, label, 10 * V)  # verl leaves position ids there, beyond a small vocabulary, too
+    # verl leaves position ids there, beyond a small vocabulary, too
+    label = torch.where(mask, label, 10 * V)
     x = logits[..., :V].clone().requires_grad_()
     out = verl.logits_processor(None, V, temperature=0.7)(x, label=label, label_mask=mask)
     log_prob, entropy, _, _ = truth(logits, label, 0.7)
@@ -79,8 +88,10 @@ def test_verl_label_mask_temperature_and_what_is_wanted():
 
     process = verl.logits_processor(None, V, entropy=False, temperature=0.7)
     assert list(process(x, label, label_mask=mask)) == ["log_probs"]
-    close(process(x, label, 1.3, mask)["log_probs"], truth(logits, label, 1.3)[0] * mask)  # the call's wins
-    assert not process(x, label)["log_probs"][~mask].isfinite().any()  # without a mask they are bad labels
+    # the call's wins
+    close(process(x, label, 1.3, mask)["log_probs"], truth(logits, label, 1.3)[0] * mask)
+    # without a mask they are bad labels
+    assert not process(x, label)["log_probs"][~mask].isfinite().any()
     for wrong in (mask[0], mask[:, :1]):
         with pytest.raises(ValueError, match=r"label_mask must have shape \[2, 6\] of label, got"):
             process(x, label, label_mask=wrong)
@@ -97,13 +108,21 @@ def fused(group, device, reduction, hidden_grad, boundaries):
         options = (0.7, reduction, group)
         shard = {}
     else:
-        shard = {"shard": VocabShard.from_boundaries([0, PADDED] if group is None else boundaries, V, group)}
+        shard = {
+            "shard": VocabShard.from_boundaries(
+                [0, PADDED] if group is None else boundaries, V, group
+            )
+        }
         options = (torch.full((B, S), 0.7, device=device), reduction)
     if hidden_grad is not None:
         shard["linear"] = Linear(hidden_grad=hidden_grad)
-    log_probs, entropy = verl.linear_cross_entropy(hidden, rows, labels.to(device), *options, **shard)
+    log_probs, entropy = verl.linear_cross_entropy(
+        hidden, rows, labels.to(device), *options, **shard
+    )
     upstream = WEIGHTS.view(2, -1).to(device)
-    ((upstream[0] if reduction == "none" else 1) * log_probs).sum().add((upstream[1] * entropy).sum()).backward()
+    ((upstream[0] if reduction == "none" else 1) * log_probs).sum().add(
+        (upstream[1] * entropy).sum()
+    ).backward()
     return log_probs.detach(), entropy.detach(), hidden.grad, rows.grad
 
 
@@ -121,14 +140,23 @@ def test_verl_linear_cross_entropy(ranks, reduction, hidden_grad, boundaries):
     results = on_ranks(ranks, fused, reduction, hidden_grad, boundaries)
     (hidden, weight), (_, labels) = head(), data()
     hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
-    log_prob, entropy, _, leaf = truth(hidden.detach() @ weight.detach().t(), labels, 0.7, V if boundaries else PADDED)
+    log_prob, entropy, _, leaf = truth(
+        hidden.detach() @ weight.detach().t(), labels, 0.7, V if boundaries else PADDED
+    )
     used = torch.ones(B, S)
     used[0, 1] = 0
     log_prob, entropy = log_prob * used, entropy * used
-    reduced = {"none": log_prob.flatten(), "sum": log_prob.sum(), "mean": log_prob.sum() / used.sum()}[reduction]
+    reduced = {
+        "none": log_prob.flatten(),
+        "sum": log_prob.sum(),
+        "mean": log_prob.sum() / used.sum(),
+    }[reduction]
     loss = (WEIGHTS[0].flatten() * reduced).sum() if reduction == "none" else reduced
     (loss + (WEIGHTS[1] * entropy).sum()).backward()
-    of_hidden, of_weight = leaf.grad @ weight.detach(), leaf.grad.flatten(0, 1).t() @ hidden.detach().flatten(0, 1)
+    of_hidden, of_weight = (
+        leaf.grad @ weight.detach(),
+        leaf.grad.flatten(0, 1).t() @ hidden.detach().flatten(0, 1),
+    )
     for got, of_entropy, _, _ in results:
         assert got.dtype == torch.float32 and got.shape == reduced.shape
         close(got, reduced, rtol=1e-5, atol=1e-5)
@@ -150,9 +178,13 @@ def test_verl_linear_cross_entropy_refuses_what_it_would_ignore():
     with pytest.raises(ValueError, match="dist_process_group"):
         verl.linear_cross_entropy(hidden, weight, labels, 1.0, "none", other, shard=shard)
     rows, turned = hidden.flatten(0, -2)[:6].view(2, 3, -1), labels.flatten()[:6].view(3, 2)
-    with pytest.raises(ValueError, match=r"labels must be of tokens \[2, 3\], or these flat, got \[3, 2\]"):
+    with pytest.raises(
+        ValueError, match=r"labels must be of tokens \[2, 3\], or these flat, got \[3, 2\]"
+    ):
         verl.linear_cross_entropy(rows, weight, turned)
-    with pytest.raises(ValueError, match=r"temperature must be of tokens \[2, 3\], or these flat, got \[3, 2\]"):
+    with pytest.raises(
+        ValueError, match=r"temperature must be of tokens \[2, 3\], or these flat, got \[3, 2\]"
+    ):
         verl.linear_cross_entropy(rows, weight, turned.view(2, 3), torch.ones(3, 2))
     found, expected = (verl.linear_cross_entropy(rows[:1], weight, y, t)[0] for y, t in (
         (turned.view(1, 6)[:, :3], torch.ones(3)), (turned.view(6)[:3], 1.0)))  # fmt: skip
@@ -162,14 +194,19 @@ def test_verl_linear_cross_entropy_refuses_what_it_would_ignore():
 def test_a_temperature_that_is_not_positive_is_verls_lowest():
     logits, labels = torch.tensor([[3.0, 2.0, 1.0]]), torch.tensor([0])
     for temperature in (0, 0.0, torch.zeros(1)):
-        assert float(verl.logits_processor(None, 3)(logits, labels, temperature)["log_probs"]) == 0.0
+        assert (
+            float(verl.logits_processor(None, 3)(logits, labels, temperature)["log_probs"]) == 0.0
+        )
 
 
 def over_sets(group, device, linear):
     """log-probs and entropy over sets, and their gradient, from logits or from hidden states."""
     (logits, label), (hidden, weight) = data(), head()
     label[0, 1] = -100
-    lists = [sorted({int(y.clamp(min=0)), (7 * i) % V, (11 * i) % V}) for i, y in enumerate(label.flatten())]
+    lists = [
+        sorted({int(y.clamp(min=0)), (7 * i) % V, (11 * i) % V})
+        for i, y in enumerate(label.flatten())
+    ]
     sets = sampling_masks.from_vllm([lists[:4], lists[4:]]).to(device)
     assert sets.spans.shape == (B * S, 2)
     label, temperature = label.to(device), torch.linspace(0.5, 2.0, B * S).view(B, S)
@@ -188,7 +225,9 @@ def over_sets(group, device, linear):
         out = found["log_probs"].flatten(), found["entropy"].flatten()
         _, _, squares, _ = truth(logits, label.cpu(), temperature.unsqueeze(-1))
         close(found["sum_pi_squared"][1], squares[1])
-    (out[0] * WEIGHTS[0].flatten().to(device) + out[1] * WEIGHTS[1].flatten().to(device)).sum().backward()
+    (
+        out[0] * WEIGHTS[0].flatten().to(device) + out[1] * WEIGHTS[1].flatten().to(device)
+    ).sum().backward()
     kept = torch.full((B * S, V), -torch.inf).double()
     for row, ids in zip(kept, lists, strict=True):
         row[ids] = 0.0
@@ -197,7 +236,10 @@ def over_sets(group, device, linear):
     log_p = (z + kept).log_softmax(-1)
     entropy = -torch.where(kept == 0, log_p.exp() * log_p.masked_fill(kept < 0, 0.0), 0.0).sum(-1)
     used = label.cpu().flatten() != -100
-    expected = log_p.gather(-1, label.cpu().clamp(min=0).view(-1, 1))[:, 0].masked_fill(~used, 0.0), entropy * used
+    expected = (
+        log_p.gather(-1, label.cpu().clamp(min=0).view(-1, 1))[:, 0].masked_fill(~used, 0.0),
+        entropy * used,
+    )
     (expected[0] * WEIGHTS[0].flatten() + expected[1] * WEIGHTS[1].flatten()).sum().backward()
     gradient = leaf.grad @ weight.double() if linear else leaf.grad
     return [x.detach() for x in out], x.grad, [x.detach() for x in expected], gradient

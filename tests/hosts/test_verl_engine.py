@@ -1,6 +1,8 @@
-"""With verl itself: its Megatron engine on two ranks, with its own head and with ours (tests/hosts/verl_cases.py).
+"""With verl itself: its Megatron engine on two ranks, with its own head and with ours
+(tests/hosts/verl_cases.py).
 
-In fp32 both round: after three steps a gradient may differ by 4e-6; 1 % of the output layer's gradient is 1e-2.
+In fp32 both round: after three steps a gradient may differ by 4e-6; 1 % of the output layer's
+gradient is 1e-2.
 """
 
 import functools
@@ -12,7 +14,12 @@ HOST = "verl-0.9.1"
 LAYOUTS = ["sequence parallel", "with padding", "context parallel"]
 KINDS = ["grpo", "grpo, tied", *(f"grpo, {x}" for x in LAYOUTS)]
 KINDS += ["distillation and grpo", "distillation, clamped", "distillation, sequence parallel"]
-KINDS += ["distillation, with padding", "distillation, context parallel", "grpo, pipeline", "distillation, pipeline"]
+KINDS += [
+    "distillation, with padding",
+    "distillation, context parallel",
+    "grpo, pipeline",
+    "distillation, pipeline",
+]
 KINDS += [f"grpo, responses{layout}" for layout in ("", *(f", {x}" for x in LAYOUTS))]
 SAME = [f"{kind}, {head}" for kind in KINDS for head in ("logits", "fused")]
 OTHERS = ["half precision", "padded vocabulary", "external_lib", "refusals", "documented"]
@@ -27,16 +34,21 @@ def test_every_case_is_looked_at():
 
 @pytest.mark.parametrize("name", SAME)
 def test_outputs_losses_gradients_and_steps_equal_those_of_verls_own_head(name):
-    """Log-probs, entropies, sum_pi_squared, what distillation reports, losses, and weights after the steps."""
+    """Log-probs, entropies, sum_pi_squared, what distillation reports, losses, and weights after
+    the steps."""
     found = result(name)
     assert found["loss"] < 2e-6 and found["weights"] < 1e-6 and found["changed"], found
     assert found["grads"] < 4e-6 < 5e-3 < found["mutant"], found
-    assert found["outputs"] == (14 if name.startswith("grpo") else 8 if "clamped" in name or "sequence" in name else 10)
+    assert found["outputs"] == (
+        14 if name.startswith("grpo") else 8 if "clamped" in name or "sequence" in name else 10
+    )
 
 
 def test_half_precision_is_as_close_to_fp32_as_verls_own():
     found = result("half precision")
-    assert found["logits"] < 1.01 * found["theirs"] and found["fused"] < 1.01 * found["theirs"] < 0.1, found
+    assert (
+        found["logits"] < 1.01 * found["theirs"] and found["fused"] < 1.01 * found["theirs"] < 0.1
+    ), found
     assert found["fp32"]
 
 

@@ -1,9 +1,10 @@
-"""torchtitan's Trainer from its configuration to the last step: losses, validation losses and weights with its own loss
-and with ours, on two ranks and on four.
+"""torchtitan's Trainer from its configuration to the last step: losses, validation losses and
+weights with its own loss and with ours, on two ranks and on four.
 
-Replaced for a CPU: attention, the memory monitor, a barrier that names a GPU, and FSDP's premultiplied sum, which gloo
-does not have. Replaced for torch 2.13: FSDP in "spmd_types", which it refuses for plain parameters, and the step of a
-pipeline's schedule, to which this torchtitan gives its micro-batches already cut.
+Replaced for a CPU: attention, the memory monitor, a barrier that names a GPU, and FSDP's
+premultiplied sum, which gloo does not have. Replaced for torch 2.13: FSDP in "spmd_types", which it
+refuses for plain parameters, and the step of a pipeline's schedule, to which this torchtitan gives
+its micro-batches already cut.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ def random_tokens(rows, rank):
 
 
 def parallelize(model, own, parallelism, **options):
-    """torchtitan's, with sums of gradients that gloo has, and in "spmd_types" without FSDP, which would also be what
-    initializes sharded weights."""
+    """torchtitan's, with sums of gradients that gloo has, and in "spmd_types" without FSDP, which
+    would also be what initializes sharded weights."""
     if parallelism.spmd_backend == "spmd_types":
         model.to_empty(device="cpu")
         with torch.no_grad():
@@ -65,7 +66,9 @@ def pipelining(model, own, **options):
     def step(arg_mbs, kwarg_mbs, target_mbs, losses, loss_kwargs, return_outputs):
         schedule._stage.has_backward = schedule._has_backward
         schedule._stage.clear_runtime_states()
-        schedule._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs=loss_kwargs)
+        schedule._step_microbatches(
+            arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs=loss_kwargs
+        )
 
     schedule.step = step
     return schedule, *rest
@@ -86,7 +89,16 @@ def specification(pp: int, tied: bool):
     )
 
 
-def train(loss, tp=2, pp=1, backend="partial_dtensor", tied=False, precision="float32", accumulate=1, typecheck=False):
+def train(
+    loss,
+    tp=2,
+    pp=1,
+    backend="partial_dtensor",
+    tied=False,
+    precision="float32",
+    accumulate=1,
+    typecheck=False,
+):
     """-> what the trainer logged in all steps, and the weights after them by name."""
     data_parallel = RANKS // (tp * pp)
     validate = pp == 1 and not typecheck  # its batches have no types
@@ -96,7 +108,8 @@ def train(loss, tp=2, pp=1, backend="partial_dtensor", tied=False, precision="fl
         tokenizer=Tokenizer.Config(),
         dataloader=Batches.Config(make=random_tokens),
         metrics=Seen.Config(log_freq=1),
-        optimizer=default_adamw(lr=1.0, eps=1.0, weight_decay=0.0),  # a small eps would enlarge rounding
+        # a small eps would enlarge rounding
+        optimizer=default_adamw(lr=1.0, eps=1.0, weight_decay=0.0),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=0),
         training=TrainingConfig(
             local_batch_size=4,
@@ -113,17 +126,24 @@ def train(loss, tp=2, pp=1, backend="partial_dtensor", tied=False, precision="fl
             pipeline_parallel_degree=pp,
             spmd_backend=backend,
         ),
-        validator=Validator.Config(enable=validate, steps=2, freq=2, dataloader=Batches.Config(make=random_tokens)),
+        validator=Validator.Config(
+            enable=validate, steps=2, freq=2, dataloader=Batches.Config(make=random_tokens)
+        ),
         debug=DebugConfig(seed=1, spmd_typechecking=typecheck),
         dump_folder=tempfile.gettempdir(),
     )
-    torch.autograd.set_multithreading_enabled(False)  # the trainer does it where there is no group yet
+    # the trainer does it where there is no group yet
+    torch.autograd.set_multithreading_enabled(False)
     llama3_parallelize.apply_fsdp_to_decoder = no_fsdp if backend == "spmd_types" else own_fsdp
     torch.manual_seed(1)
     trainer = Trainer(config)
     trainer.train()
     trainer.close()
-    weights = {n: torchtitan_cases.whole(p.detach()) for m in trainer.model_parts for n, p in m.named_parameters()}
+    weights = {
+        n: torchtitan_cases.whole(p.detach())
+        for m in trainer.model_parts
+        for n, p in m.named_parameters()
+    }
     return torch.tensor(trainer.metrics_processor.seen), weights
 
 
@@ -137,7 +157,10 @@ def no_fsdp(model, *args, **options):
 @functools.cache
 def host(kind, **options):
     loss = CrossEntropyLoss.Config(global_vocab_size=VOCAB)
-    return train(ChunkedLossWrapper.Config(num_chunks=4, loss_fn=loss) if kind == "fused" else loss, **options)
+    return train(
+        ChunkedLossWrapper.Config(num_chunks=4, loss_fn=loss) if kind == "fused" else loss,
+        **options,
+    )
 
 
 def ours(kind, weight=1.0, **options):
@@ -160,14 +183,18 @@ def same_as_host(group, kind, mutant=False, **options):
     """mutant: and what a loss that is 1 % too large would do to the weights."""
     theirs = host(kind, **options)
     found = errors(ours(kind, **options), theirs)
-    return found | ({"mutant": errors(ours(kind, 1.01, **options), theirs)["weights"]} if mutant else {})
+    return found | (
+        {"mutant": errors(ours(kind, 1.01, **options), theirs)["weights"]} if mutant else {}
+    )
 
 
 def bf16(group):
     """In FSDP's mixed precision, ours and the host's against the host's in fp32."""
     truth, low = host("fused"), {"precision": "bfloat16"}
     found = {"ours": ours("fused", **low), "host": host("fused", **low)}
-    return {f"{name}_{key}": x for name, run in found.items() for key, x in errors(run, truth).items()}
+    return {
+        f"{name}_{key}": x for name, run in found.items() for key, x in errors(run, truth).items()
+    }
 
 
 CASES = {
@@ -188,5 +215,7 @@ CASES = {
 }
 
 if __name__ == "__main__":
-    cases = {name: functools.partial(same_as_host, **options) for name, options in CASES[RANKS].items()}
+    cases = {
+        name: functools.partial(same_as_host, **options) for name, options in CASES[RANKS].items()
+    }
     main(cases | ({"bf16": bf16} if RANKS == 2 else {}))

@@ -1,8 +1,10 @@
-"""The trainers of transformers and TRL from their arguments to the last step: what they log and all gradients, with
-their own loss of the sharded model and with ours, on two ranks (tensor parallel) and on four (FSDP x tensor parallel).
+"""The trainers of transformers and TRL from their arguments to the last step: what they log and all
+gradients, with their own loss of the sharded model and with ours, on two ranks (tensor parallel)
+and on four (FSDP x tensor parallel).
 
-Replaced for a CPU: accelerate does not count CPUs as devices of a tensor parallel model. Replaced for GRPO and RLOO:
-they seed each rank differently, and ranks of one tensor parallel model would continue different texts.
+Replaced for a CPU: accelerate does not count CPUs as devices of a tensor parallel model. Replaced
+for GRPO and RLOO: they seed each rank differently, and ranks of one tensor parallel model would
+continue different texts.
 """
 
 import os
@@ -15,9 +17,24 @@ import torch.distributed as dist
 from cases import FULL, RANKS, main, relative_errors
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 from transformers.distributed import DistributedConfig
-from transformers_cases import CONFIGS, OWN_PLAN, batch, config_of, refused, saved, set_loss_function, whole
+from transformers_cases import (
+    CONFIGS,
+    OWN_PLAN,
+    batch,
+    config_of,
+    refused,
+    saved,
+    set_loss_function,
+    whole,
+)
 
 from tp_headloss.integrations import installed_version
 from tp_headloss.integrations.transformers import colwise_plan, fuse_head
@@ -34,8 +51,20 @@ if TRL:
 
 STEPS = 2
 OPTIONS = {
-    **{"max_steps": STEPS, "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "use_cpu": True},
-    **{"optim": "sgd", "learning_rate": 0.02, "lr_scheduler_type": "constant", "max_grad_norm": 0, "seed": 0},
+    **{
+        "max_steps": STEPS,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "use_cpu": True,
+    },
+    **{
+        "optim": "sgd",
+        "learning_rate": 0.02,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0,
+        "seed": 0,
+    },
     "logging_steps": 1,
 }
 TRL_OPTIONS = {"per_device_train_batch_size": 4, "bf16": False, "gradient_checkpointing": False}
@@ -73,7 +102,11 @@ def trained(trainer):
     trainer.add_callback(steps)
     trainer.train()
     logs = [
-        {name: x for name, x in entry.items() if isinstance(x, (int, float)) and not name.endswith(TIMES)}
+        {
+            name: x
+            for name, x in entry.items()
+            if isinstance(x, (int, float)) and not name.endswith(TIMES)
+        }
         for entry in trainer.state.log_history
     ]
     assert len(logs) > STEPS and len({name[0] for name in steps.gradients}) == STEPS
@@ -81,8 +114,9 @@ def trained(trainer):
 
 
 def errors(result, theirs, head="lm_head.weight"):
-    """The worst of all that was logged (relative, and absolute below 1, because rewards are differences) and of all
-    gradients; "mutant": were the gradient of `head` one percent too large."""
+    """The worst of all that was logged (relative, and absolute below 1, because rewards are
+    differences) and of all gradients; "mutant": were the gradient of `head` one percent too
+    large."""
     (logs, gradients), (their_logs, their_gradients) = result, theirs
     assert [entry.keys() for entry in logs] == [entry.keys() for entry in their_logs]
     found = relative_errors(gradients, their_gradients)
@@ -93,7 +127,9 @@ def errors(result, theirs, head="lm_head.weight"):
             for name, x in their_entry.items()
         ),
         "grads": max(found.values()),
-        "mutant": relative_errors({head: 1.01 * gradients[f"0:{head}"]}, {head: their_gradients[f"0:{head}"]})[head],
+        "mutant": relative_errors(
+            {head: 1.01 * gradients[f"0:{head}"]}, {head: their_gradients[f"0:{head}"]}
+        )[head],
     }
 
 
@@ -109,7 +145,10 @@ def rows():
 
 
 def transformers_run(model, accumulate=1):
-    sizes = {"per_device_train_batch_size": 4 // accumulate, "gradient_accumulation_steps": accumulate}
+    sizes = {
+        "per_device_train_batch_size": 4 // accumulate,
+        "gradient_accumulation_steps": accumulate,
+    }
     arguments = TrainingArguments(tempfile.gettempdir(), **OPTIONS, **sizes)
     return trained(Trainer(model, arguments, train_dataset=rows()))
 
@@ -128,7 +167,10 @@ def same_as_transformers(group, install, kind="plain", accumulate=1):
 
 def evaluated(group):
     """Losses and texts of a model that FSDP shards, call after call, beside the whole model's."""
-    model, whole_model = model_of(), AutoModelForCausalLM.from_pretrained(saved("plain", config_of()))
+    model, whole_model = (
+        model_of(),
+        AutoModelForCausalLM.from_pretrained(saved("plain", config_of())),
+    )
     ids, options = batch()["input_ids"], {"max_new_tokens": 4, "do_sample": False}
     with fuse_head(model), torch.no_grad():
         for _ in range(2):
@@ -147,7 +189,9 @@ def words(count, g):
 def texts(*columns):
     """Rows of text; a column is a name and a number of words, or for "label" of booleans."""
     g = torch.Generator().manual_seed(1)
-    found = [{name: " " + words(count + n % 2, g) for name, count in columns if count} for n in range(16)]
+    found = [
+        {name: " " + words(count + n % 2, g) for name, count in columns if count} for n in range(16)
+    ]
     for n, row in enumerate(found):
         row |= {name: n % 2 == 0 for name, count in columns if not count}
     return Dataset.from_list(found)
@@ -157,11 +201,16 @@ def tokenizer():
     vocab = {"<pad>": 0, "<bos>": 1, "<eos>": 2, **{f"w{n}": n for n in range(3, 512)}}
     found = Tokenizer(WordLevel(vocab, unk_token="<pad>"))
     found.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=found, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=found, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
+    )
 
 
 def reward(completions, **_):
-    return [float(sum(int(word[1:]) for word in text.split() if word[0] == "w") % 7) for text in completions]
+    return [
+        float(sum(int(word[1:]) for word in text.split() if word[0] == "w") % 7)
+        for text in completions
+    ]
 
 
 def trl_trainer(name, **options):
@@ -170,7 +219,9 @@ def trl_trainer(name, **options):
         "SFT": [("prompt", 4), ("completion", 6)], "DPO": [("prompt", 4), ("chosen", 6), ("rejected", 5)],
         "KTO": [("prompt", 4), ("completion", 6), ("label", 0)], "GRPO": [("prompt", 4)], "RLOO": [("prompt", 4)],
     }[name]  # fmt: skip
-    config = getattr(trl, f"{name}Config")(tempfile.gettempdir(), **OPTIONS, **TRL_OPTIONS, **options)
+    config = getattr(trl, f"{name}Config")(
+        tempfile.gettempdir(), **OPTIONS, **TRL_OPTIONS, **options
+    )
     more = {"ref_model": model_of()} if name in ("DPO", "KTO") else {}
     if name in ("GRPO", "RLOO"):
         more["reward_funcs"] = reward
@@ -192,20 +243,30 @@ def same_as_trl(group, name, **options):
 
 def adapted(*modules):
     torch.manual_seed(5)
-    return get_peft_model(model_of(), LoraConfig(r=4, target_modules=modules, init_lora_weights=False))
-
-
-def adapters(group):
-    """LoRA beside the output layer is trained; LoRA of a sharded output layer is refused by name."""
-    theirs, model = transformers_run(adapted("q_proj", "v_proj")), adapted("q_proj", "v_proj")
-    fuse_head(model.get_base_model())
-    refused(lambda: fuse_head(adapted("lm_head").get_base_model()), "got peft.tuners.lora", TypeError)
-    return errors(
-        transformers_run(model), theirs, "base_model.model.model.layers.0.self_attn.q_proj.lora_B.default.weight"
+    return get_peft_model(
+        model_of(), LoraConfig(r=4, target_modules=modules, init_lora_weights=False)
     )
 
 
-FUSED, GRPO = partial(same_as_transformers, install=fuse_head), {"num_generations": 4, "max_completion_length": 4}
+def adapters(group):
+    """LoRA beside the output layer is trained; LoRA of a sharded output layer is refused by
+    name."""
+    theirs, model = transformers_run(adapted("q_proj", "v_proj")), adapted("q_proj", "v_proj")
+    fuse_head(model.get_base_model())
+    refused(
+        lambda: fuse_head(adapted("lm_head").get_base_model()), "got peft.tuners.lora", TypeError
+    )
+    return errors(
+        transformers_run(model),
+        theirs,
+        "base_model.model.model.layers.0.self_attn.q_proj.lora_B.default.weight",
+    )
+
+
+FUSED, GRPO = (
+    partial(same_as_transformers, install=fuse_head),
+    {"num_generations": 4, "max_completion_length": 4},
+)
 TRL_CASES = {2: ("SFT", "RLOO"), 4: ("DPO", "GRPO")}
 if FULL:
     TRL_CASES = {2: ("SFT", "RLOO", "DPO", "GRPO"), 4: ("SFT", "DPO", "GRPO")}
@@ -213,7 +274,9 @@ CASES = {
     2: {
         "fused": FUSED,
         "fused-tied": partial(FUSED, kind="tied", accumulate=2),
-        "loss_function": partial(same_as_transformers, install=set_loss_function, kind=OWN_PLAN[-1]),
+        "loss_function": partial(
+            same_as_transformers, install=set_loss_function, kind=OWN_PLAN[-1]
+        ),
     },
     4: {
         "fused": FUSED,
@@ -224,7 +287,8 @@ CASES = {
 }
 if TRL:
     CASES[2] |= {"PEFT": adapters, "KTO": partial(same_as_trl, name="KTO")}
-    several = {"SFT": {}, "DPO": {"use_weighting": True}, "GRPO": GRPO, "RLOO": GRPO}  # DPO: takes log_sum_sq_probs
+    # DPO: takes log_sum_sq_probs
+    several = {"SFT": {}, "DPO": {"use_weighting": True}, "GRPO": GRPO, "RLOO": GRPO}
     for ranks, names in TRL_CASES.items():
         CASES[ranks] |= {name: partial(same_as_trl, name=name, **several[name]) for name in names}
 

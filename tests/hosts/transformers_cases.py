@@ -1,5 +1,5 @@
-"""The losses and gradients of tiny transformers models, two ranks tensor parallel, against the same models unsharded
-with their own loss."""
+"""The losses and gradients of tiny transformers models, two ranks tensor parallel, against the same
+models unsharded with their own loss."""
 
 import copy
 import importlib
@@ -18,7 +18,14 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import transformers
-from cases import compared, fails_cleanly_at_every_step, main, refused, refuses_what_its_lines_rule_out, worst
+from cases import (
+    compared,
+    fails_cleanly_at_every_step,
+    main,
+    refused,
+    refuses_what_its_lines_rule_out,
+    worst,
+)
 from pages import marked_block
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -27,17 +34,36 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
-from tp_headloss import CrossEntropy, Distillation, HeadLoss, Linear, Teacher, Transform, VocabShard, ZLoss
+from tp_headloss import (
+    CrossEntropy,
+    Distillation,
+    HeadLoss,
+    Linear,
+    Teacher,
+    Transform,
+    VocabShard,
+    ZLoss,
+)
 from tp_headloss.integrations import TESTED, installed_version, require
 from tp_headloss.integrations import transformers as adapter
 from tp_headloss.integrations.transformers import causal_lm_loss, colwise_plan, fuse_head
 from tp_headloss.integrations.transformers.calls import with_ignore_index
 
 transformers.logging.set_verbosity_error()
-LAYERS = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+LAYERS = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+}
 SIZES = {"vocab_size": 512, "num_key_value_heads": 2, "max_position_embeddings": 64, **LAYERS}
 OPT = {"ffn_dim": 64, "word_embed_proj_dim": 16, "dropout": 0.0}
-LLAMA4 = {"num_hidden_layers": 2, "intermediate_size_mlp": 64, "num_local_experts": 2, "head_dim": 8}
+LLAMA4 = {
+    "num_hidden_layers": 2,
+    "intermediate_size_mlp": 64,
+    "num_local_experts": 2,
+    "head_dim": 8,
+}
 HEAD = "lm_head.weight"
 
 
@@ -48,7 +74,11 @@ def config_of(kind="Llama", **changes):
 
 def folder() -> Path:
     """One of both ranks."""
-    return Path(os.environ["CASES_STORE"]).parent if "CASES_STORE" in os.environ else Path(tempfile.gettempdir())
+    return (
+        Path(os.environ["CASES_STORE"]).parent
+        if "CASES_STORE" in os.environ
+        else Path(tempfile.gettempdir())
+    )
 
 
 def saved(name, config) -> Path:
@@ -70,8 +100,12 @@ def models(name, config, dtype=torch.float32, plan="colwise"):
     path, cls = saved(name, config), transformers.AutoModelForCausalLM
     if plan == "colwise":
         plan = colwise_plan(cls._model_mapping[type(config)], config)
-    sharded = DistributedConfig(tp_size=2) if plan is None else DistributedConfig(tp_size=2, tp_plan=plan)
-    return cls.from_pretrained(path, dtype=dtype), cls.from_pretrained(path, dtype=dtype, distributed_config=sharded)
+    sharded = (
+        DistributedConfig(tp_size=2) if plan is None else DistributedConfig(tp_size=2, tp_plan=plan)
+    )
+    return cls.from_pretrained(path, dtype=dtype), cls.from_pretrained(
+        path, dtype=dtype, distributed_config=sharded
+    )
 
 
 def batch(vocab=512):
@@ -91,12 +125,16 @@ def run(model, inputs):
     model.zero_grad()
     loss = model(**inputs).loss
     loss.backward()
-    return loss.detach(), {n: whole(p.grad).clone() for n, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), {
+        n: whole(p.grad).clone() for n, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def against_host(model, host, inputs, head=HEAD):
     if model.config.tie_word_embeddings:
-        head = next(n for n, p in model.named_parameters() if p is model.get_output_embeddings().weight)
+        head = next(
+            n for n, p in model.named_parameters() if p is model.get_output_embeddings().weight
+        )
     return compared(*run(model, inputs), *run(host, inputs), head)
 
 
@@ -131,7 +169,10 @@ def loss_function(group, kind):
     host, model = models(kind, config_of(**CONFIGS[kind]))
     model.loss_function = causal_lm_loss(model)
     result = against_host(model, host, batch(model.config.vocab_size))
-    assert model.loss_function.shard.stop - model.loss_function.shard.start == model(**batch()).logits.shape[-1]
+    assert (
+        model.loss_function.shard.stop - model.loss_function.shard.start
+        == model(**batch()).logits.shape[-1]
+    )
     return result
 
 
@@ -142,10 +183,12 @@ def fused(group, kind, plan="colwise"):
     host, model = models(kind, config_of(**CONFIGS[kind]), plan=plan)
     with fuse_head(model) as head:
         inputs, layer = batch(model.config.vocab_size), model.get_output_embeddings()
-        with mock.patch.object(layer, "forward", None), Collectives() as seen:  # it is not called: there are no logits
+        # it is not called: there are no logits
+        with mock.patch.object(layer, "forward", None), Collectives() as seen:
             model(**inputs).loss.backward()
         result = against_host(model, host, inputs)
-        assert 0 < seen.gathered() < 32 * 250 < host.lm_head.weight.numel(), seen.seen  # no logits and no weight
+        # no logits and no weight
+        assert 0 < seen.gathered() < 32 * 250 < host.lm_head.weight.numel(), seen.seen
         assert model.get_output_embeddings().weight.grad.placements[0].is_shard(0)
         assert type(model(**inputs)) is type(host(**inputs)) and model(**inputs).logits is None
         assert head.last.count == (inputs["labels"][:, 1:] != -100).sum()
@@ -153,7 +196,8 @@ def fused(group, kind, plan="colwise"):
 
 
 def bf16(group, install):
-    """Errors of ours and of the host's own tensor parallel model, both against the fp32 model of the same weights."""
+    """Errors of ours and of the host's own tensor parallel model, both against the fp32 model of
+    the same weights."""
     config = config_of()
     exact, _ = models("plain", config)
     with torch.no_grad():
@@ -167,11 +211,21 @@ def bf16(group, install):
         model.loss_function = causal_lm_loss(model)
     (loss, grads), (host_loss, host_grads), true = (run(m, batch()) for m in (model, host, exact))
     ours, theirs = compared(loss, grads, *true, HEAD), compared(host_loss, host_grads, *true, HEAD)
-    heads = [{HEAD: g[HEAD]} for g in (grads, host_grads, true[1])]  # where rounding hides 1 % least
+    # where rounding hides 1 % least
+    heads = [{HEAD: g[HEAD]} for g in (grads, host_grads, true[1])]
     head, host_head = (compared(loss, g, true[0], heads[2], HEAD) for g in heads[:2])
     return {
-        **{"loss": ours["loss"], "grads": ours["grads"], "head": head["grads"], "mutant": head["mutant"]},
-        **{"host_loss": theirs["loss"], "host_grads": theirs["grads"], "host_head": host_head["grads"]},
+        **{
+            "loss": ours["loss"],
+            "grads": ours["grads"],
+            "head": head["grads"],
+            "mutant": head["mutant"],
+        },
+        **{
+            "host_loss": theirs["loss"],
+            "host_grads": theirs["grads"],
+            "host_head": host_head["grads"],
+        },
     }
 
 
@@ -206,31 +260,65 @@ def vision_models():
     tower = {**LAYERS, "num_hidden_layers": 2, "image_size": 28, "patch_size": 14}
     ids = batch()["input_ids"].clamp(min=10)
     ids[:, 2:6] = 5  # of an image
-    given = {"input_ids": ids, "labels": ids.where(ids != 5, -100), "pixel_values": torch.randn(2, 3, 28, 28)}
+    given = {
+        "input_ids": ids,
+        "labels": ids.where(ids != 5, -100),
+        "pixel_values": torch.randn(2, 3, 28, 28),
+    }
     special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     text = {**SIZES, **special}
     clip = {"model_type": "clip_vision_model", "projection_dim": 32, **tower}
-    llava = {"vision_config": clip, "text_config": {"model_type": "llama", **text}, "vision_feature_layer": -1}
+    llava = {
+        "vision_config": clip,
+        "text_config": {"model_type": "llama", **text},
+        "vision_feature_layer": -1,
+    }
     llava = transformers.LlavaConfig(**llava, image_token_id=5)
     yield "Llava", transformers.LlavaForConditionalGeneration(llava), given
-    gemma = {"text_config": {**text, "head_dim": 8}, "vision_config": tower, "mm_tokens_per_image": 4}
-    gemma = transformers.Gemma3Config(**gemma, image_token_index=5, boi_token_index=6, eoi_token_index=7)
+    gemma = {
+        "text_config": {**text, "head_dim": 8},
+        "vision_config": tower,
+        "mm_tokens_per_image": 4,
+    }
+    gemma = transformers.Gemma3Config(
+        **gemma, image_token_index=5, boi_token_index=6, eoi_token_index=7
+    )
     images = {"token_type_ids": (ids == 5).long()}
     yield "Gemma3", transformers.Gemma3ForConditionalGeneration(gemma), {**given, **images}
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
-    vit = {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "mlp_ratio": 2, "patch_size": 14}
-    tokens = {"image_token_id": 5, "video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8}
+    vit = {
+        "depth": 1,
+        "embed_dim": 32,
+        "hidden_size": 32,
+        "num_heads": 4,
+        "mlp_ratio": 2,
+        "patch_size": 14,
+    }
+    tokens = {
+        "image_token_id": 5,
+        "video_token_id": 6,
+        "vision_start_token_id": 7,
+        "vision_end_token_id": 8,
+    }
     qwen = {"text_config": {**text, "rope_parameters": rope}, "vision_config": vit}
     qwen = transformers.Qwen2VLConfig(**qwen, **tokens)
-    images = {"pixel_values": torch.randn(8, 3 * 2 * 14 * 14), "image_grid_thw": torch.tensor([[1, 2, 2]] * 2)}
+    images = {
+        "pixel_values": torch.randn(8, 3 * 2 * 14 * 14),
+        "image_grid_thw": torch.tensor([[1, 2, 2]] * 2),
+    }
     ids = ids.where(ids != 5, 9)
     ids[:, 1], ids[:, 2] = 7, 5
-    images |= {"mm_token_type_ids": (ids == 5).long(), "input_ids": ids, "labels": ids.where(ids != 5, -100)}
+    images |= {
+        "mm_token_type_ids": (ids == 5).long(),
+        "input_ids": ids,
+        "labels": ids.where(ids != 5, -100),
+    }
     yield "Qwen2VL", transformers.Qwen2VLForConditionalGeneration(qwen), {**given, **images}
 
 
 def vision(group):
-    """Losses and gradients, of the tower that sees the images, too; and the body gets the same inputs as without us."""
+    """Losses and gradients, of the tower that sees the images, too; and the body gets the same
+    inputs as without us."""
     found = []
     for name, model, inputs in vision_models():
         with torch.no_grad():  # Gemma 3 begins with a projection of images that is 0
@@ -238,7 +326,12 @@ def vision(group):
                 p.add_(0.05 * torch.randn_like(p))
         host = copy.deepcopy(model.train())
         without, seen = model(**{**inputs, "pixel_values": -inputs["pixel_values"]}).loss, []
-        hook = partial(lambda seen, module, args, given: seen.append({k for k in given if given[k] is not None}), seen)
+        hook = partial(
+            lambda seen, module, args, given: seen.append(
+                {k for k in given if given[k] is not None}
+            ),
+            seen,
+        )
         model.base_model.register_forward_pre_hook(hook, with_kwargs=True)
         model(**inputs)
         with fuse_head(model):
@@ -249,11 +342,18 @@ def vision(group):
         loss, grads = run(host, inputs)
         large = {n: g for n, g in grads.items() if g.norm() > 1e-6}
         assert any("vis" in n for n in large), name  # a tower
-        head = next(n for n, p in model.named_parameters() if p is model.get_output_embeddings().weight)
+        head = next(
+            n for n, p in model.named_parameters() if p is model.get_output_embeddings().weight
+        )
         found.append(compared(own[0], {n: own[1][n] for n in large}, loss, large, head))
     forward = transformers.LlavaModel.forward
-    with mock.patch.object(transformers.LlavaModel, "forward", lambda self, input_ids, **kw: forward(self, input_ids)):
-        refused(lambda: fuse_head(next(vision_models())[1]), "must take all of its inputs, but LlavaModel has no")
+    with mock.patch.object(
+        transformers.LlavaModel, "forward", lambda self, input_ids, **kw: forward(self, input_ids)
+    ):
+        refused(
+            lambda: fuse_head(next(vision_models())[1]),
+            "must take all of its inputs, but LlavaModel has no",
+        )
     return worst(found)
 
 
@@ -267,13 +367,18 @@ def vision_parallel(group):
     host = type(model).from_pretrained(path)
     model = type(model).from_pretrained(path, distributed_config=DistributedConfig(tp_size=2))
     with fuse_head(model):
-        weight = model.get_output_embeddings().weight  # whole in older ones, whose plan leaves it out
-        assert isinstance(weight, DTensor) == (require("transformers") >= (5, 23)) and model.tp_size == 2
+        # whole in older ones, whose plan leaves it out
+        weight = model.get_output_embeddings().weight
+        assert (
+            isinstance(weight, DTensor) == (require("transformers") >= (5, 23))
+            and model.tp_size == 2
+        )
         return against_host(model, host, inputs)
 
 
 def adapters(group):
-    """LoRA of the output layer, with dropout, switched off and merged; and the layer in modules_to_save."""
+    """LoRA of the output layer, with dropout, switched off and merged; and the layer in
+    modules_to_save."""
     from peft import LoraConfig, get_peft_model
 
     from tp_headloss.integrations.trl import fuse_log_probs
@@ -283,7 +388,9 @@ def adapters(group):
         {"target_modules": ["q_proj", "lm_head"], "lora_dropout": 0.3},
         {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
     ):
-        model = get_peft_model(AutoModelForCausalLM.from_config(config_of()), LoraConfig(lora_alpha=8, r=4, **options))
+        model = get_peft_model(
+            AutoModelForCausalLM.from_config(config_of()), LoraConfig(lora_alpha=8, r=4, **options)
+        )
         trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         with torch.no_grad():
             for p in trained.values():
@@ -315,7 +422,9 @@ def adapters(group):
         torch.testing.assert_close(loss, own_states[0])
     for variant in ({"use_dora": True}, {"lora_bias": True}):
         model = AutoModelForCausalLM.from_config(config_of())
-        model = get_peft_model(model, LoraConfig(target_modules=["lm_head"], **variant)).get_base_model()
+        model = get_peft_model(
+            model, LoraConfig(target_modules=["lm_head"], **variant)
+        ).get_base_model()
         refused(lambda model=model: fuse_head(model), "HeadLoss(..)(logits, labels)", TypeError)
     return worst(found)
 
@@ -324,7 +433,8 @@ def adapters(group):
 
 
 def call_arguments(group, install):
-    """num_items_in_batch as a tensor and as a number, shift_labels, ignore_index: each against the host's."""
+    """num_items_in_batch as a tensor and as a number, shift_labels, ignore_index: each against the
+    host's."""
     host, model = models("plain", config_of())
     if install == "fused":
         fuse_head(model)
@@ -337,26 +447,39 @@ def call_arguments(group, install):
         "tensor": {**inputs, "num_items_in_batch": torch.tensor(7)},
         "number": {**inputs, "num_items_in_batch": 100},
         "shift_labels": {**inputs, "shift_labels": shift_labels},
-        "ignore_index": {**inputs, "labels": inputs["labels"].where(inputs["labels"] != -100, 3), "ignore_index": 3},
+        "ignore_index": {
+            **inputs,
+            "labels": inputs["labels"].where(inputs["labels"] != -100, 3),
+            "ignore_index": 3,
+        },
     }
     results = [against_host(model, host, call) for call in calls.values()]
     for index in (2**63 - 1, 2**53 + 1):  # which a float does not hold
         labels = inputs["labels"].where(inputs["labels"] != -100, index)
-        assert model(**{**inputs, "labels": labels}, ignore_index=index).loss == model(**inputs).loss
+        assert (
+            model(**{**inputs, "labels": labels}, ignore_index=index).loss == model(**inputs).loss
+        )
     head_loss = HeadLoss(compile=True)
     own = with_ignore_index(head_loss, 3)
-    assert own.ignore_index == 3 and with_ignore_index(head_loss, 3) is own  # with what it has compiled
+    # with what it has compiled
+    assert own.ignore_index == 3 and with_ignore_index(head_loss, 3) is own
     head_loss.eval().terms = ZLoss(1.0)
-    assert with_ignore_index(head_loss, 3).terms == head_loss.terms and not with_ignore_index(head_loss, 3).training
+    assert (
+        with_ignore_index(head_loss, 3).terms == head_loss.terms
+        and not with_ignore_index(head_loss, 3).training
+    )
     head_loss.compile_terms = False
     assert not with_ignore_index(head_loss, 3).compile_terms
     return worst(results)
 
 
 def any_head_loss(group, install):
-    """Terms and inputs of another HeadLoss, against the same on the unsharded model's logits; and its metrics."""
+    """Terms and inputs of another HeadLoss, against the same on the unsharded model's logits; and
+    its metrics."""
     host, model = models("uneven", config_of(**CONFIGS["uneven"]))
-    head_loss = HeadLoss([CrossEntropy(label_smoothing=0.1), ZLoss(1e-2), Distillation(0.5)], metrics=("accuracy",))
+    head_loss = HeadLoss(
+        [CrossEntropy(label_smoothing=0.1), ZLoss(1e-2), Distillation(0.5)], metrics=("accuracy",)
+    )
     seen = []
     if install == "fused":
         linear = Linear(mode="one_sweep", budget=1 << 20)
@@ -369,11 +492,15 @@ def any_head_loss(group, install):
     loss, grads = run(model, {**inputs, "head_inputs": own})
     host.loss_function = types.SimpleNamespace  # not called
     labels = torch.nn.functional.pad(inputs["labels"], (0, 1), value=-100)[:, 1:]
-    out = head_loss(host(input_ids=inputs["input_ids"]).logits, labels, inputs={"teacher": Teacher(teacher)})
+    out = head_loss(
+        host(input_ids=inputs["input_ids"]).logits, labels, inputs={"teacher": Teacher(teacher)}
+    )
     out.loss.backward()
     last, (observed,) = installed.last, seen  # none of the check call
     assert observed is last and last.stats is None and not last.loss.requires_grad
-    assert torch.equal(last.metrics["accuracy"], out.metrics["accuracy"]) and out.count == last.count
+    assert (
+        torch.equal(last.metrics["accuracy"], out.metrics["accuracy"]) and out.count == last.count
+    )
     return compared(loss, grads, out.loss, {n: p.grad for n, p in host.named_parameters()}, HEAD)
 
 
@@ -405,7 +532,8 @@ def set_loss_function(model):
 
 
 def without_labels(group):
-    """generate() and a call without labels: what the unsharded model gives, or an error on every rank."""
+    """generate() and a call without labels: what the unsharded model gives, or an error on every
+    rank."""
     ids = batch()["input_ids"]
     for plan, kinds in ((None, OWN_PLAN), ("colwise", CONFIGS)):
         for install, kind in itertools.product((fuse_head, set_loss_function), kinds):
@@ -422,13 +550,15 @@ def without_labels(group):
                     refused(lambda call=call, model=model: call(model), "tp_plan='auto'")
             # a Trainer that evaluates, and one that trains
             refused(partial(model, ids, num_items_in_batch=torch.tensor(3)), "must have labels")
-            refused(lambda model=model: model.train()(ids).logits.sum().backward(), "must have labels")
+            refused(
+                lambda model=model: model.train()(ids).logits.sum().backward(), "must have labels"
+            )
     return {}
 
 
 def loops(group):
-    """What accelerate, a Trainer and their users do with a model, by one process: it wraps it and takes it out again,
-    wants logits of an evaluation, computes the loss outside of the model."""
+    """What accelerate, a Trainer and their users do with a model, by one process: it wraps it and
+    takes it out again, wants logits of an evaluation, computes the loss outside of the model."""
     from accelerate import Accelerator
 
     inputs, found = batch(), []
@@ -437,7 +567,9 @@ def loops(group):
         model = AutoModelForCausalLM.from_config(config_of(kind, **sizes)).eval()
         own = model(input_ids=ids, labels=labels)
         fused = fuse_head(model, HeadLoss([CrossEntropy(), ZLoss(1.0)]))
-        assert f"{fused}".startswith(f"FusedHead({type(model).__name__}, ") and "z_loss" in f"{fused}"
+        assert (
+            f"{fused}".startswith(f"FusedHead({type(model).__name__}, ") and "z_loss" in f"{fused}"
+        )
         z_loss = own.logits[:, :-1].logsumexp(-1).square()[labels[:, 1:] != -100].mean()
         expected = (own.loss + z_loss).detach()
         with mock.patch.dict(os.environ):
@@ -459,16 +591,24 @@ def loops(group):
             assert model.train()(input_ids=ids, labels=labels).logits.shape == own.logits.shape
         model.eval().loss_function = causal_lm_loss(model, HeadLoss([CrossEntropy(), ZLoss(1.0)]))
         logits = model.train()(input_ids=ids).logits
-        outside = model.loss_function(logits=logits, labels=None, shift_labels=shifted, vocab_size=512)
+        outside = model.loss_function(
+            logits=logits, labels=None, shift_labels=shifted, vocab_size=512
+        )
         outside.backward()
         both = model(input_ids=ids).logits, model(input_ids=ids).logits  # and one loss
         one = model.loss_function(logits=both[0], labels=None, shift_labels=shifted)
         refused(lambda one=one, both=both: (one + both[1].sum()).backward(), "must have labels")
-        refused(partial(model, input_ids=ids, labels=labels.float()), "labels must be int64 or int32", TypeError)
+        refused(
+            partial(model, input_ids=ids, labels=labels.float()),
+            "labels must be int64 or int32",
+            TypeError,
+        )
         found += [(out.loss - expected).abs() / expected for out in (*outputs, evaluated)]
         found.append((outside - expected).abs() / expected)
     bart = {"d_model": 32, "decoder_layers": 1, "decoder_attention_heads": 4, "decoder_ffn_dim": 64}
-    model = transformers.BartForCausalLM(config_of("Bart", is_decoder=True, add_cross_attention=False, **bart)).eval()
+    model = transformers.BartForCausalLM(
+        config_of("Bart", is_decoder=True, add_cross_attention=False, **bart)
+    ).eval()
     set_loss_function(model)
     refused(lambda: model(input_ids=ids, labels=labels), "does not call its loss_function")
     return {"loss": float(max(found)), "grads": 0.0, "mutant": 1.0}
@@ -501,16 +641,32 @@ def dropout_and_modes(group):
 def misused(model, group):
     """Wrong types and swapped arguments."""
     config, cls, auto = model.config, type(model), AutoModelForCausalLM
-    for wrong, got in ((auto, "got AutoModelForCausalLM"), (model, "got a Llama"), (config, "got a Llama")):
-        refused(partial(colwise_plan, wrong, config), "type(model), or AutoModelForCausalLM", TypeError)
+    for wrong, got in (
+        (auto, "got AutoModelForCausalLM"),
+        (model, "got a Llama"),
+        (config, "got a Llama"),
+    ):
+        refused(
+            partial(colwise_plan, wrong, config), "type(model), or AutoModelForCausalLM", TypeError
+        )
         refused(partial(colwise_plan, wrong, config), got, TypeError)
-    refused(lambda: colwise_plan(cls, cls), "LlamaConfig, got the class LlamaForCausalLM", TypeError)
-    refused(lambda: colwise_plan(cls, config_of("Phi")), "config must be a LlamaConfig, got Phi", TypeError)
+    refused(
+        lambda: colwise_plan(cls, cls), "LlamaConfig, got the class LlamaForCausalLM", TypeError
+    )
+    refused(
+        lambda: colwise_plan(cls, config_of("Phi")),
+        "config must be a LlamaConfig, got Phi",
+        TypeError,
+    )
     refused(lambda: colwise_plan(type(model.model), config), "'lm_head', got the plan None")
     for install in (fuse_head, causal_lm_loss):
         refused(partial(install, HeadLoss()), "PreTrainedModel, got HeadLoss", TypeError)
         refused(partial(install, model, HeadLoss), "got the class HeadLoss", TypeError)
-        refused(partial(install, model, shard=group), "shard must be a VocabShard, got ProcessGroup", TypeError)
+        refused(
+            partial(install, model, shard=group),
+            "shard must be a VocabShard, got ProcessGroup",
+            TypeError,
+        )
         refuses_what_its_lines_rule_out(install, model=model)
     assert "forward" not in vars(model)
 
@@ -556,8 +712,14 @@ def refusals(group):
         cls.forward = own
 
     # what the check finds: each leaves the model as it was
-    refused(lambda: fuse_head(model, transform=Transform(scale=1.001)), "what the model does to its logits")
-    refused(lambda: fuse_head(model, transform=Transform(softcap=1000.0)), "what the model does to its logits")
+    refused(
+        lambda: fuse_head(model, transform=Transform(scale=1.001)),
+        "what the model does to its logits",
+    )
+    refused(
+        lambda: fuse_head(model, transform=Transform(softcap=1000.0)),
+        "what the model does to its logits",
+    )
     model.model.norm.register_forward_hook(lambda m, args, out: 1.5 * out)  # part of the body: fine
     fuse_head(model).remove()
     hook = model.lm_head.register_forward_hook(lambda m, args, logits: logits[..., :100])
@@ -566,7 +728,9 @@ def refusals(group):
     hook = model.lm_head.register_forward_pre_hook(lambda m, args: (1.5 * args[0],))
     refused(lambda: fuse_head(model), "input is not")
     hook.remove()
-    hook = model.register_forward_pre_hook(lambda m, args, kw: (args, {**kw, "labels": None}), with_kwargs=True)
+    hook = model.register_forward_pre_hook(
+        lambda m, args, kw: (args, {**kw, "labels": None}), with_kwargs=True
+    )
     refused(lambda: fuse_head(model), "does not call it")
     hook.remove()
     refused(lambda: fuse_head(model, linear=Linear(hidden_grad="reduce_scatter")), "replicated")
@@ -596,10 +760,14 @@ def refusals(group):
 
 
 def newer(group):
-    """A version above the tested ones: one warning, and then the check of an installation decides."""
+    """A version above the tested ones: one warning, and then the check of an installation
+    decides."""
     host, model = models("plain", config_of())
     oldest, _, extra = TESTED["transformers"]
-    with mock.patch.dict(TESTED, transformers=(oldest, oldest, extra)), warnings.catch_warnings(record=True) as seen:
+    with (
+        mock.patch.dict(TESTED, transformers=(oldest, oldest, extra)),
+        warnings.catch_warnings(record=True) as seen,
+    ):
         warnings.simplefilter("always")
         for _ in range(2):
             importlib.reload(adapter)
@@ -640,7 +808,8 @@ def start_training() -> int:
 
 
 def train():
-    """Losses and gradients of two steps of SGD: two micro-batches of unequal numbers of tokens, one batch of both."""
+    """Losses and gradients of two steps of SGD: two micro-batches of unequal numbers of tokens, one
+    batch of both."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     g = torch.Generator().manual_seed(1)
@@ -663,14 +832,31 @@ def train():
         install(model)
         gradients = Gradients()
         with tempfile.TemporaryDirectory() as out:
-            options = {"max_steps": 2, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
-            options |= {"use_cpu": True, "optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant"}
-            options |= {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulate}
+            options = {
+                "max_steps": 2,
+                "report_to": "none",
+                "save_strategy": "no",
+                "disable_tqdm": True,
+            }
+            options |= {
+                "use_cpu": True,
+                "optim": "sgd",
+                "learning_rate": 1.0,
+                "lr_scheduler_type": "constant",
+            }
+            options |= {
+                "per_device_train_batch_size": size,
+                "gradient_accumulation_steps": accumulate,
+            }
             options |= {"logging_steps": 1, "max_grad_norm": 0, "seed": 0, **more}
-            trainer = Trainer(model, TrainingArguments(out, **options), train_dataset=rows, callbacks=[gradients])
+            trainer = Trainer(
+                model, TrainingArguments(out, **options), train_dataset=rows, callbacks=[gradients]
+            )
             trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(rows)
             trainer.train()
-        losses = torch.tensor([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+        losses = torch.tensor(
+            [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        )
         return losses, gradients.seen
 
     def nothing(model):
@@ -681,16 +867,29 @@ def train():
     exec(compile(marked_block("host", "trainer-log"), "docs", "exec"), page)
     with tempfile.TemporaryDirectory() as out:
         model = copy.deepcopy(start)
-        options = {"max_steps": 1, "report_to": "none", "save_strategy": "no", "use_cpu": True, "logging_steps": 1}
+        options = {
+            "max_steps": 1,
+            "report_to": "none",
+            "save_strategy": "no",
+            "use_cpu": True,
+            "logging_steps": 1,
+        }
         trainer = page["HeadTrainer"](model, TrainingArguments(out, **options), train_dataset=rows)
         trainer.fused = fuse_head(model, HeadLoss(metrics="accuracy"))
         trainer.train()
         (found,) = [entry for entry in trainer.state.log_history if "loss" in entry]
-        assert 0 <= found["head/accuracy"] <= 1 and abs(found["head/loss"] - found["loss"]) < 1e-4, found
+        assert (
+            0 <= found["head/accuracy"] <= 1 and abs(found["head/loss"] - found["loss"]) < 1e-4
+        ), found
     ways = fuse_head, set_loss_function
-    results = [compared(*trained(*sizes, way), *host, HEAD) for way in ways for sizes in ((4, 1), (2, 2))]
+    results = [
+        compared(*trained(*sizes, way), *host, HEAD) for way in ways for sizes in ((4, 1), (2, 2))
+    ]
     for way in ways:  # the Trainer takes the labels away, and the HeadLoss would not be computed
-        refused(lambda way=way: trained(4, 1, way, label_smoothing_factor=0.1), "CrossEntropy(label_smoothing=...)")
+        refused(
+            lambda way=way: trained(4, 1, way, label_smoothing_factor=0.1),
+            "CrossEntropy(label_smoothing=...)",
+        )
     found = {name: max(r[name] for r in results) for name in ("loss", "grads")}
     return {**found, "mutant": min(r["mutant"] for r in results)}
 
@@ -700,7 +899,9 @@ def documented(group):
     exec(compile(marked_block("host", "transformers"), "docs", "exec"), names)
     assert names["answer"].shape == (2, 24) and names["out"].loss > 0
     parallel = names["DistributedConfig"](tp_size=2, tp_plan="auto")
-    names["model"] = names["LlamaForCausalLM"].from_pretrained(names["path"], distributed_config=parallel)
+    names["model"] = names["LlamaForCausalLM"].from_pretrained(
+        names["path"], distributed_config=parallel
+    )
     exec(compile(marked_block("host", "transformers-card"), "README.md", "exec"), names)
     assert 0 <= names["accuracy"] <= 1
     return {}

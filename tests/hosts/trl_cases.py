@@ -1,11 +1,18 @@
-"""Log-probs, entropies and gradients from a sharded output layer, against TRL's own fused head, which gathers it.
+"""Log-probs, entropies and gradients from a sharded output layer, against TRL's own fused head,
+which gathers it.
 
 Cases of transformers_cases.py, which begins by importing transformers."""
 
 from functools import partial
 
 import torch
-from cases import compared, fails_cleanly_at_every_step, refused, refuses_what_its_lines_rule_out, relative_errors
+from cases import (
+    compared,
+    fails_cleanly_at_every_step,
+    refused,
+    refuses_what_its_lines_rule_out,
+    relative_errors,
+)
 from pages import marked_block
 from transformers_cases import HEAD, Collectives, batch, config_of, models, saved, whole
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
@@ -33,7 +40,8 @@ def labelled(exact, vocab=512):
 
 
 def run(model, inputs):
-    """-> outputs, and gradients by name of a loss of both differentiable ones, with weights per token."""
+    """-> outputs, and gradients by name of a loss of both differentiable ones, with weights per
+    token."""
     model.zero_grad()
     out = model(**inputs, fused_lm_head=True)
     weights = torch.linspace(-1, 2, out.log_probs.numel()).view(out.log_probs.shape)
@@ -50,7 +58,9 @@ def compared_runs(ours, theirs, head=HEAD):
     (out, grads), (true, true_grads) = ours, theirs
     assert type(out) is type(true) is FusedCausalLMOutput and out.keys() == true.keys()
     assert torch.equal(out.label_mask, true.label_mask)
-    assert not any(x[~out.label_mask].any() for name, x in out.items() if name not in ("loss", "label_mask"))
+    assert not any(
+        x[~out.label_mask].any() for name, x in out.items() if name not in ("loss", "label_mask")
+    )
     found = compared(out.loss.detach(), grads, true.loss.detach(), true_grads, head)
     return {**found, "loss": max(relative_errors(values_of(out), values_of(true)).values())}
 
@@ -62,7 +72,11 @@ def against_trl(group, kind):
     exact, host = models(f"trl-{kind}", config)
     _, model = models(f"trl-{kind}", config)
     inputs = labelled(exact, config.vocab_size)
-    shifted = {**inputs, "shift_labels": inputs["labels"].roll(-1, 1), "num_items_in_batch": torch.tensor(9)}
+    shifted = {
+        **inputs,
+        "shift_labels": inputs["labels"].roll(-1, 1),
+        "num_items_in_batch": torch.tensor(9),
+    }
     add_fused_lm_head(host, **options)
     fuse_log_probs(model, **options)
     head = next(n for n, p in model.named_parameters() if p is model.get_output_embeddings().weight)
@@ -75,16 +89,22 @@ def against_trl(group, kind):
     results = []
     for call in (inputs, shifted):
         ours, theirs = run(model, call), run(host, call)
-        assert torch.equal(ours[0].is_top1, theirs[0].is_top1) and 0 < ours[0].is_top1.sum() < ours[0].label_mask.sum()
+        assert (
+            torch.equal(ours[0].is_top1, theirs[0].is_top1)
+            and 0 < ours[0].is_top1.sum() < ours[0].label_mask.sum()
+        )
         assert ours[0].entropy.requires_grad
         assert not ours[0].mean_logits.requires_grad and not ours[0].log_sum_sq_probs.requires_grad
         results.append(compared_runs(ours, theirs, head))
-    return {key: (min if key == "mutant" else max)(r[key] for r in results) for key in ("loss", "grads", "mutant")}
+    return {
+        key: (min if key == "mutant" else max)(r[key] for r in results)
+        for key in ("loss", "grads", "mutant")
+    }
 
 
 def bf16(group):
-    """Errors of ours and of TRL's, both against TRL's of the fp32 model of the same weights; also with the output layer
-    in fp32."""
+    """Errors of ours and of TRL's, both against TRL's of the fp32 model of the same weights; also
+    with the output layer in fp32."""
     config, options = config_of(), {"outputs": FIELDS}
     exact, _ = models("trl-plain", config)
     with torch.no_grad():
@@ -102,7 +122,9 @@ def bf16(group):
             errors = {"loss": head["loss"], "head": head["grads"], "mutant": head["mutant"]}
             errors["grads"] = compared_runs((out, grads), true)["grads"]
             for name, error in errors.items():
-                found[prefix + name] = (min if name == "mutant" else max)(error, found.get(prefix + name, error))
+                found[prefix + name] = (min if name == "mutant" else max)(
+                    error, found.get(prefix + name, error)
+                )
     return found
 
 
@@ -118,7 +140,8 @@ def replaced(group):
         ours, theirs = run(model, inputs), run(host, inputs)
         assert set(ours[0]) == {"loss", "log_probs", "entropy", "label_mask"}
         ids = inputs["input_ids"]
-        assert torch.equal(model(input_ids=ids).logits, host(input_ids=ids).logits)  # the model's own forward
+        # the model's own forward
+        assert torch.equal(model(input_ids=ids).logits, host(input_ids=ids).logits)
         options = {"max_new_tokens": 4, "do_sample": False}
         assert torch.equal(model.generate(ids, **options), exact.generate(ids, **options))
     assert model.forward is before
@@ -132,7 +155,9 @@ def prompts(group):
     unread = inputs["labels"].roll(-1, 1) == -100
     unread[:, -1] = True
     with fuse_log_probs(model):
-        model.model.norm.register_forward_hook(lambda module, args, x: x.masked_fill(unread[..., None], torch.nan))
+        model.model.norm.register_forward_hook(
+            lambda module, args, x: x.masked_fill(unread[..., None], torch.nan)
+        )
         out = model(**inputs, fused_lm_head=True)
         out.loss.backward()
     dw = whole(model.get_output_embeddings().weight.grad)
@@ -153,22 +178,30 @@ def refusals(group):
     with fuse_head(model):
         refused(lambda: fuse_log_probs(model), "replaced already")
     refuses_what_its_lines_rule_out(fuse_log_probs, model=model)
-    refused(lambda: fuse_log_probs(model, shard=group), "shard must be a VocabShard, got", TypeError)
+    refused(
+        lambda: fuse_log_probs(model, shard=group), "shard must be a VocabShard, got", TypeError
+    )
     fused = fuse_log_probs(model)
     refused(lambda: model(input_ids=batch()["input_ids"]), "tp_plan='auto'")
     refused(lambda: model.generate(batch()["input_ids"]), "tp_plan='auto'")
     refused(lambda: fuse_log_probs(model), "replaced already")
     refused(lambda: fuse_head(model), "replaced already")
-    refused(lambda: model(**batch(), fused_lm_head=True, output_router_logits=True), "auxiliary loss")
+    refused(
+        lambda: model(**batch(), fused_lm_head=True, output_router_logits=True), "auxiliary loss"
+    )
     fused.remove()
     model.loss_function = causal_lm_loss(model)  # of the other path, and stays
     fuse_log_probs(model).remove()
-    assert model(**batch()).loss.isfinite() and type(model.loss_function).__name__ == "CausalLMShardLoss"
+    assert (
+        model(**batch()).loss.isfinite()
+        and type(model.loss_function).__name__ == "CausalLMShardLoss"
+    )
     return {}
 
 
 def failures(group):
-    """An exception at any step of an installation leaves the model as it was, TRL's own head in it or not."""
+    """An exception at any step of an installation leaves the model as it was, TRL's own head in it
+    or not."""
     _, model = models("trl-plain", config_of())
     assert fails_cleanly_at_every_step(lambda: fuse_log_probs(model), model) > 50
     add_fused_lm_head(model)

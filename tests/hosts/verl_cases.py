@@ -1,9 +1,11 @@
-"""verl's Megatron engine with this package's head against the same engine with verl's own, on two gloo ranks.
+"""verl's Megatron engine with this package's head against the same engine with verl's own, on two
+gloo ranks.
 
-Real are verl's engine, its registry, its configuration classes, its micro-batches, packing, context parallelism, losses
-of PPO and of distillation, and Megatron-Core's GPTModel, schedule, data-parallel wrapper and optimizer. Not real: ray,
-which only starts verl's processes, is an empty module; the bridge that makes a Megatron model of a checkpoint needs
-Transformer Engine, so `build_module` makes the model; the core attention is torch's, for packed sequences.
+Real are verl's engine, its registry, its configuration classes, its micro-batches, packing, context
+parallelism, losses of PPO and of distillation, and Megatron-Core's GPTModel, schedule,
+data-parallel wrapper and optimizer. Not real: ray, which only starts verl's processes, is an empty
+module; the bridge that makes a Megatron model of a checkpoint needs Transformer Engine, so
+`build_module` makes the model; the core attention is torch's, for packed sequences.
 """
 # ruff: noqa: E402, as nothing of Megatron or verl may be imported before it runs on CPUs
 
@@ -15,7 +17,11 @@ from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
-os.environ |= {"VERL_ENGINE_DEVICE": "cuda", "TORCHDYNAMO_DISABLE": "1", "VERL_LOGGING_LEVEL": "ERROR"}
+os.environ |= {
+    "VERL_ENGINE_DEVICE": "cuda",
+    "TORCHDYNAMO_DISABLE": "1",
+    "VERL_LOGGING_LEVEL": "ERROR",
+}
 
 import numpy as np
 import torch
@@ -74,7 +80,8 @@ PROMPTS, RESPONSES = (3, 2, 4, 3), (5, 7, 2, 6)
 
 
 class Attention(nn.Module):
-    """Causal core attention within each packed sequence; under context parallelism a token sees itself alone."""
+    """Causal core attention within each packed sequence; under context parallelism a token sees
+    itself alone."""
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, **kwargs):
         super().__init__()
@@ -83,14 +90,19 @@ class Attention(nn.Module):
         packed = packed_seq_params is not None
         if parallel_state.get_context_parallel_world_size() > 1:
             return value.flatten(1) if packed else value.flatten(2)
-        q, k, v = (x.unsqueeze(1) if packed else x for x in (query, key, value))  # [s, b, heads/P, d]
+        # [s, b, heads/P, d]
+        q, k, v = (x.unsqueeze(1) if packed else x for x in (query, key, value))
         position = torch.arange(len(q))
         mask = position[:, None] >= position
         if packed:
-            sequence = torch.bucketize(position, packed_seq_params.cu_seqlens_q_padded[1:].long(), right=True)
+            sequence = torch.bucketize(
+                position, packed_seq_params.cu_seqlens_q_padded[1:].long(), right=True
+            )
             mask = mask & (sequence[:, None] == sequence)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).permute(2, 0, 1, 3)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).permute(
+            2, 0, 1, 3
+        )
         return mixed.flatten(1) if packed else mixed.flatten(2)
 
 
@@ -126,10 +138,17 @@ def build_module(self):
         pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage(),
     )  # fmt: skip
     model = Float16Module(self.tf_config, model) if self.tf_config.bf16 else model
-    return [DistributedDataParallel(self.tf_config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)]
+    return [
+        DistributedDataParallel(
+            self.tf_config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model
+        )
+    ]
 
 
-host.MegatronEngine._build_tf_config, host.MegatronEngine._build_megatron_module = build_config, build_module
+host.MegatronEngine._build_tf_config, host.MegatronEngine._build_megatron_module = (
+    build_config,
+    build_module,
+)
 host.MegatronCheckpointManager = mock.MagicMock()  # asks for a checkpoint
 host.log_gpu_memory_usage = lambda *args, **kwargs: None
 
@@ -145,19 +164,36 @@ def model_config(tied=False, **config):
         vocab_size=V, hidden_size=H, num_hidden_layers=1, num_attention_heads=2, intermediate_size=4 * H,
         tie_word_embeddings=tied, architectures=["LlamaForCausalLM"],
     ).save_pretrained(folder)  # fmt: skip
-    found = HFModelConfig(path=folder, load_tokenizer=False, override_config={"attn_implementation": "eager"}, **config)
+    found = HFModelConfig(
+        path=folder,
+        load_tokenizer=False,
+        override_config={"attn_implementation": "eager"},
+        **config,
+    )
     found.tokenizer = SimpleNamespace(pad_token_id=0)
     return found
 
 
 def engine_of(
-    fused=False, tied=False, cp=1, pp=1, sp=False, remove_padding=True, bf16=False, initialize=True, **config
+    fused=False,
+    tied=False,
+    cp=1,
+    pp=1,
+    sp=False,
+    remove_padding=True,
+    bf16=False,
+    initialize=True,
+    **config,
 ):
-    """The engine that is registered, of two ranks that share the vocabulary, or (cp=2) the sequences, or (pp=2) have a
-    pipeline stage each."""
+    """The engine that is registered, of two ranks that share the vocabulary, or (cp=2) the
+    sequences, or (pp=2) have a pipeline stage each."""
     if parallel_state.is_initialized() and layout() != (cp, pp):
         parallel_state.destroy_model_parallel()
-    sizes = {"tensor_model_parallel_size": 2 // (cp * pp), "context_parallel_size": cp, "sequence_parallel": sp}
+    sizes = {
+        "tensor_model_parallel_size": 2 // (cp * pp),
+        "context_parallel_size": cp,
+        "sequence_parallel": sp,
+    }
     sizes["pipeline_model_parallel_size"] = pp
     engine = EngineRegistry.new(
         "language_model", "megatron", model_config=model_config(tied), checkpoint_config=None,
@@ -176,7 +212,10 @@ def engine_of(
 
 
 def layout():
-    sizes = parallel_state.get_context_parallel_world_size, parallel_state.get_pipeline_model_parallel_world_size
+    sizes = (
+        parallel_state.get_context_parallel_world_size,
+        parallel_state.get_pipeline_model_parallel_world_size,
+    )
     return tuple(size() for size in sizes)
 
 
@@ -198,31 +237,51 @@ def batch(**flags):
         "teacher_ids": nested(x.indices for x in teacher), "teacher_logprobs": nested(x.values for x in teacher),
     }  # fmt: skip
     data = TensorDict(fields, batch_size=[4])
-    facts = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2, "global_batch_size": 4, "calculate_entropy": True}
+    facts = {
+        "use_dynamic_bsz": False,
+        "micro_batch_size_per_gpu": 2,
+        "global_batch_size": 4,
+        "calculate_entropy": True,
+    }
     tu.assign_non_tensor(data, **facts, **flags)
     return data
 
 
 def actor(**config):
-    return ActorConfig(strategy="megatron", rollout_n=2, ppo_micro_batch_size_per_gpu=2, entropy_coeff=0.01, **config)
+    return ActorConfig(
+        strategy="megatron",
+        rollout_n=2,
+        ppo_micro_batch_size_per_gpu=2,
+        entropy_coeff=0.01,
+        **config,
+    )
 
 
 def grpo_inputs(engine, data):
-    """Old log-probs of the engine, a reference that differs from them, and GRPO's advantages of two groups, by verl."""
+    """Old log-probs of the engine, a reference that differs from them, and GRPO's advantages of two
+    groups, by verl."""
     with engine.eval_mode():
-        out = engine.infer_batch(data.clone()).get("model_output", {})  # none of a pipeline stage but the last
+        # none of a pipeline stage but the last
+        out = engine.infer_batch(data.clone()).get("model_output", {})
     mask = torch.nn.utils.rnn.pad_sequence([torch.ones(r) for r in RESPONSES], batch_first=True)
     rewards = torch.zeros_like(mask)
     rewards[:, 0] = torch.tensor([1.0, 0.0, 0.5, 2.0])
-    advantages, _ = compute_grpo_outcome_advantage(rewards, mask, index=np.array(["a", "a", "b", "b"]))
+    advantages, _ = compute_grpo_outcome_advantage(
+        rewards, mask, index=np.array(["a", "a", "b", "b"])
+    )
     old = no_padding_2_padding(out["log_probs"], data).detach() if out else torch.zeros_like(mask)
-    for name, x in {"old_log_probs": old, "ref_log_prob": old + 0.1 * old.sin(), "advantages": advantages}.items():
+    for name, x in {
+        "old_log_probs": old,
+        "ref_log_prob": old + 0.1 * old.sin(),
+        "advantages": advantages,
+    }.items():
         data[name] = nested(row[:r] for row, r in zip(x, RESPONSES))
     return out
 
 
 def trajectory(steps=3, distills=None, only=False, clamp=None, **kind):
-    """Steps of the registered engine: the losses, model outputs, last gradients and last weights, each by name."""
+    """Steps of the registered engine: the losses, model outputs, last gradients and last weights,
+    each by name."""
     engine = engine_of(**kind)
     assert getattr(engine, "fuses_head", False) == kind.get("fused", False)
     data, flags = batch(), {"calculate_sum_pi_squared": not distills}
@@ -232,10 +291,16 @@ def trajectory(steps=3, distills=None, only=False, clamp=None, **kind):
     tu.assign_non_tensor(data, **flags, calculate_entropy=not only)
     loss_function = partial(ppo_loss, actor(use_kl_loss=True))
     if distills:
-        settings = {"use_policy_gradient": False, "use_task_rewards": not only, "log_prob_min_clamp": clamp}
+        settings = {
+            "use_policy_gradient": False,
+            "use_task_rewards": not only,
+            "log_prob_min_clamp": clamp,
+        }
         settings = DistillationLossConfig(loss_mode="forward_kl_topk", topk=K, **settings)
         settings = DistillationConfig(distillation_loss=settings)
-        loss_function = partial(distillation_ppo_loss, config=actor(use_kl_loss=True), distillation_config=settings)
+        loss_function = partial(
+            distillation_ppo_loss, config=actor(use_kl_loss=True), distillation_config=settings
+        )
     grads, stock_step = {}, engine.optimizer_step
 
     def optimizer_step():
@@ -246,7 +311,10 @@ def trajectory(steps=3, distills=None, only=False, clamp=None, **kind):
     with engine.train_mode():
         for step in range(steps):
             out = engine.train_batch(data.clone(), loss_function)
-            outputs |= {f"{name} of step {step}": x.values() for name, x in out.get("model_output", {}).items()}
+            outputs |= {
+                f"{name} of step {step}": x.values()
+                for name, x in out.get("model_output", {}).items()
+            }
             outputs[f"loss of step {step}"] = torch.tensor(out.get("loss", 1.0))
     weights = {name: p.detach().clone() for name, p in engine.module[0].named_parameters()}
     return outputs, grads, weights
@@ -258,30 +326,53 @@ def verls_own(**kind):
 
 
 def same(group, fused=False, response_only=False, **kind):
-    """A short GRPO step of the actor, or a distillation, with the head and with verl's own -> `compared`."""
+    """A short GRPO step of the actor, or a distillation, with the head and with verl's own ->
+    `compared`."""
     theirs = verls_own(**kind)
-    no_logits = mock.patch.object(engine_module, "LogitsHead", None) if fused else contextlib.nullcontext()
-    compute = mock.patch.object(heads, "linear_vocab_statistics", wraps=heads.linear_vocab_statistics)
+    no_logits = (
+        mock.patch.object(engine_module, "LogitsHead", None) if fused else contextlib.nullcontext()
+    )
+    compute = mock.patch.object(
+        heads, "linear_vocab_statistics", wraps=heads.linear_vocab_statistics
+    )
     with install(response_only=response_only) as installed, no_logits, compute as computed:
         ours = trajectory(fused=fused, **kind)
-    left_out = [call for call in computed.call_args_list if call.kwargs["linear"].max_valid_tokens is not None]
+    left_out = [
+        call
+        for call in computed.call_args_list
+        if call.kwargs["linear"].max_valid_tokens is not None
+    ]
     assert len(left_out) == (installed.calls if fused and response_only else 0)
     if response_only:  # verl's of the other tokens as 0, which they are
-        scored = torch.cat([torch.arange(1, p + r + 1) % (p + r) >= p for p, r in zip(PROMPTS, RESPONSES)])
-        outputs = {name: x if name.startswith("loss") else x * scored for name, x in theirs[0].items()}
+        scored = torch.cat(
+            [torch.arange(1, p + r + 1) % (p + r) >= p for p, r in zip(PROMPTS, RESPONSES)]
+        )
+        outputs = {
+            name: x if name.startswith("loss") else x * scored for name, x in theirs[0].items()
+        }
         theirs = outputs, *theirs[1:]
     last = parallel_state.is_pipeline_last_stage()
-    assert installed.calls == last * (2 + 2 * kind.get("steps", 3))  # micro-batches, and none of the check call
-    head = next(name for name in ours[1] if name.endswith(("output_layer.weight", "word_embeddings.weight")))
-    errors = relative_errors({n: x.float() for n, x in ours[0].items()}, {n: x.float() for n, x in theirs[0].items()})
+    # micro-batches, and none of the check call
+    assert installed.calls == last * (2 + 2 * kind.get("steps", 3))
+    head = next(
+        name for name in ours[1] if name.endswith(("output_layer.weight", "word_embeddings.weight"))
+    )
+    errors = relative_errors(
+        {n: x.float() for n, x in ours[0].items()}, {n: x.float() for n, x in theirs[0].items()}
+    )
     grads, weights = (relative_errors(mine, host) for mine, host in zip(ours[1:], theirs[1:]))
     found = compared(torch.zeros(1), ours[1], torch.ones(1), theirs[1], head)
-    found |= {"loss": max(errors.values()), "grads": max(grads.values()), "weights": max(weights.values())}
+    found |= {
+        "loss": max(errors.values()),
+        "grads": max(grads.values()),
+        "weights": max(weights.values()),
+    }
     return found | {"outputs": len(errors), "changed": bool(theirs[0]["loss of step 0"].norm() > 0)}
 
 
 def half_precision(group):
-    """bf16, whose wrapper makes fp32 logits of bf16 ones: as close to the same in fp32 as verl's own is."""
+    """bf16, whose wrapper makes fp32 logits of bf16 ones: as close to the same in fp32 as verl's
+    own is."""
 
     def scored(**kind):
         engine = engine_of(**kind)
@@ -294,7 +385,9 @@ def half_precision(group):
     exact = scored()
     error = {name: max(relative_errors(values(x), values(exact)).values()) for name, x in
              {"theirs": theirs, "logits": ours, "fused": fused}.items()}  # fmt: skip
-    return error | {"fp32": all(x.dtype == torch.float32 for out in (ours, fused) for x in values(out).values())}
+    return error | {
+        "fp32": all(x.dtype == torch.float32 for out in (ours, fused) for x in values(out).values())
+    }
 
 
 def values(outputs):
@@ -315,11 +408,24 @@ def padded_vocabulary(group):
     label, temperature = torch.full((1, 6), 3), torch.ones(1, 6)
     whole = [torch.empty_like(logits) for _ in range(2)]
     torch.distributed.all_gather(whole, logits)
-    wanted = ("calculate_sum_pi_squared", "calculate_entropy", "distillation_use_topk", "distillation_only")
-    wanted = {**dict.fromkeys(wanted, False), "logits_processor_func": None, "batch": None, "data_format": "thd"}
+    wanted = (
+        "calculate_sum_pi_squared",
+        "calculate_entropy",
+        "distillation_use_topk",
+        "distillation_only",
+    )
+    wanted = {
+        **dict.fromkeys(wanted, False),
+        "logits_processor_func": None,
+        "batch": None,
+        "data_format": "thd",
+    }
     found = engines[0]._lm_head_logits_processor(logits, label, temperature, **wanted)["log_probs"]
     expected = torch.cat(whole, -1)[..., : V - 3].log_softmax(-1)[..., 3]
-    return {"log_probs": float((found - expected).abs().max()), "fused": max(relative_errors(*outputs).values())}
+    return {
+        "log_probs": float((found - expected).abs().max()),
+        "fused": max(relative_errors(*outputs).values()),
+    }
 
 
 def external_lib(group):
@@ -329,7 +435,9 @@ def external_lib(group):
     from tp_headloss.integrations.verl.external_lib import installed
 
     engine = engine_of(initialize=False)
-    assert isinstance(engine, HeadLossEngine) and type(engine) is installed.engine_class, type(engine)
+    assert isinstance(engine, HeadLossEngine) and type(engine) is installed.engine_class, type(
+        engine
+    )
     installed.remove()
     return {"removed": registered() == before, "line": config.external_lib.endswith("external_lib")}
 
@@ -349,7 +457,9 @@ def refusals(group):
         engine = engine_of(fused=True)
         with engine.eval_mode():
             engine.infer_batch(batch())
-        refused(install, "must be registered for 'megatron', got {'cuda': 'HeadLossEngine'", Exception)
+        refused(
+            install, "must be registered for 'megatron', got {'cuda': 'HeadLossEngine'", Exception
+        )
         data = batch(distillation_use_topk=True, distillation_only=False)
         with engine.eval_mode(), torch.no_grad():
             loss = partial(ppo_loss, actor())
@@ -381,15 +491,24 @@ def refusals(group):
             return {name: 1.5 * x for name, x in processor(self, *args, **kwargs).items()}
 
         installed.engine_class._lm_head_logits_processor = wrong
-        refused(engine_of, "sum_pi_squared of the check call differs from the host's own by", Exception)
+        refused(
+            engine_of, "sum_pi_squared of the check call differs from the host's own by", Exception
+        )
         installed.engine_class.calls = 1
-    view = SimpleNamespace(modules=lambda: [SimpleNamespace(**registered(), _forward_hooks=(), _forward_pre_hooks=())])
+    view = SimpleNamespace(
+        modules=lambda: [SimpleNamespace(**registered(), _forward_hooks=(), _forward_pre_hooks=())]
+    )
     assert fails_cleanly_at_every_step(install, view) >= 10 and registered() == before
     return {}
 
 
 def documented(group):
-    found = {"batch": batch(), "model_config": model_config(), "engine_of": engine_of, "torch": torch}
+    found = {
+        "batch": batch(),
+        "model_config": model_config(),
+        "engine_of": engine_of,
+        "torch": torch,
+    }
     exec(compile(marked_block("host", "verl"), "docs", "exec"), found)
     return {"calls": found["installed"].calls, "entropy": float(found["entropy"].values().min())}
 

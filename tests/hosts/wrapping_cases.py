@@ -1,7 +1,7 @@
 """What can happen to a model after an adapter was installed on it: every adapter, every way.
 
-Each pair ends with the right loss, in float64 from the weights that the call should have used, or in an error of this
-package whose words name the cause."""
+Each pair ends with the right loss, in float64 from the weights that the call should have used, or
+in an error of this package whose words name the cause."""
 
 import copy
 import functools
@@ -24,7 +24,12 @@ from tp_headloss.integrations import installed_version
 from tp_headloss.integrations.transformers import causal_lm_loss, fuse_head
 
 V, Z = 128, 0.1
-SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+}
 IDS = torch.arange(24).view(2, 12) * 7 % V
 HAS_TRL = installed_version("trl") is not None
 
@@ -78,7 +83,8 @@ def truth(adapter, state, dtype=torch.float64):
     return float(loss)
 
 
-# ---- ways: a function (model, what the adapter returned) -> the model to call, and the weights that it should use
+# ---- ways: a function (model, what the adapter returned) -> the model to call, and the weights
+# that it should use
 
 
 def state_of(model):
@@ -169,7 +175,9 @@ def replaced_on_top(model, installed):
     def own(self, input_ids, labels, **kwargs):
         hidden = self.model(input_ids=input_ids).last_hidden_state
         logits = self.lm_head(hidden)[:, :-1].flatten(0, 1)
-        return types.SimpleNamespace(loss=F.cross_entropy(logits, labels[:, 1:].flatten()), logits=None)
+        return types.SimpleNamespace(
+            loss=F.cross_entropy(logits, labels[:, 1:].flatten()), logits=None
+        )
 
     model.forward = types.MethodType(own, model)
     return model, state_of(model)
@@ -195,9 +203,9 @@ def prepared(model, installed):
     with mock.patch.dict(os.environ):
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
             del os.environ[name]
-        return Accelerator(mixed_precision="bf16", cpu=True).prepare_model(model, device_placement=False), state_of(
-            model
-        )
+        return Accelerator(mixed_precision="bf16", cpu=True).prepare_model(
+            model, device_placement=False
+        ), state_of(model)
 
 
 def prepared_then(way):
@@ -231,10 +239,13 @@ def pickled(model, installed):
     return pickle.loads(pickle.dumps(model)), state_of(model)
 
 
-# name -> (function, words of the error by adapter; an adapter that is not there gives the right loss)
+# name -> (function, words of the error by adapter; an adapter that is not there gives the right
+# loss)
 NOT_OURS = "the model without an adapter has another loss as well"
 FUSED = ("fuse_head", "fuse_log_probs")
-PAST = dict.fromkeys(FUSED, "and is not called") | {"causal_lm_loss": "does not call its loss_function"}
+PAST = dict.fromkeys(FUSED, "and is not called") | {
+    "causal_lm_loss": "does not call its loss_function"
+}
 WAYS = {
     "nothing": (lambda model, installed: (model, state_of(model)), {}),
     "pickle": (lambda m, i: after_a_change_of_the_original(pickled(m, i)[0], m), {}),
@@ -242,7 +253,10 @@ WAYS = {
     "torch.save": (through_torch_save, {}),
     "deepcopy": (lambda m, i: after_a_change_of_the_original(copy.deepcopy(m), m), {}),
     "copy": (lambda m, i: (copy.copy(m), state_of(m)), {}),
-    "pickle of a deepcopy": (lambda m, i: after_a_change_of_the_original(pickled(copy.deepcopy(m), i)[0], m), {}),
+    "pickle of a deepcopy": (
+        lambda m, i: after_a_change_of_the_original(pickled(copy.deepcopy(m), i)[0], m),
+        {},
+    ),
     "replica": (as_data_parallel_replica, {}),
     "replica of a deepcopy": (lambda m, i: as_data_parallel_replica(copy.deepcopy(m), i), {}),
     "DDP": (ddp, {}),
@@ -254,7 +268,8 @@ WAYS = {
     "wrapped on top": (wrapped_on_top, {}),
     "wrapped, then a replica": (
         lambda m, i: as_data_parallel_replica(*wrapped_on_top(m, i)),
-        dict.fromkeys(FUSED, "nn.DataParallel copies a model on whose head") | {"causal_lm_loss": NOT_OURS},
+        dict.fromkeys(FUSED, "nn.DataParallel copies a model on whose head")
+        | {"causal_lm_loss": NOT_OURS},
     ),
     "replaced on top": (replaced_on_top, PAST),
     "another adapter on top": (
@@ -262,7 +277,10 @@ WAYS = {
         dict.fromkeys(FUSED, "replaced already") | {"causal_lm_loss": "loss_function must be"},
     ),
     "accelerate": (prepared, {}),
-    "accelerate, then pickle": (prepared_then(pickled), dict.fromkeys(FUSED, "unwrap the model first")),
+    "accelerate, then pickle": (
+        prepared_then(pickled),
+        dict.fromkeys(FUSED, "unwrap the model first"),
+    ),
     "accelerate, then deepcopy": (prepared_then(lambda m, i: (copy.deepcopy(m), state_of(m))), {}),
     "cpu_offload": (offloaded, dict.fromkeys(FUSED, "accelerate's hooks")),
     "eval, then train": (evaluated, {}),
@@ -288,7 +306,9 @@ def outcome(adapter, way):
     assert adapter not in words, f"{adapter}, {way}: no error, and the loss is {float(loss)}"
     right = truth("none" if way == "remove" else adapter, state)
     rounded = any(name in way for name in ("bfloat16", "accelerate"))
-    assert abs(float(loss) / right - 1) < (2e-2 if rounded else 1e-5), f"{adapter}, {way}: {float(loss)} for {right}"
+    assert abs(float(loss) / right - 1) < (2e-2 if rounded else 1e-5), (
+        f"{adapter}, {way}: {float(loss)} for {right}"
+    )
     loss.backward()
     return {}
 

@@ -1,5 +1,5 @@
-"""The distillation run, at toy size on CPU: shards and replicas change nothing but rounding, a file of the teacher's
-top K holds just that, and one of all ids is as good as the teacher itself."""
+"""The distillation run, at toy size on CPU: shards and replicas change nothing but rounding, a file
+of the teacher's top K holds just that, and one of all ids is as good as the teacher itself."""
 
 import json
 from pathlib import Path
@@ -22,19 +22,46 @@ def teacher(tmp_path_factory):
     """Written by two shards, in the folder of its data."""
     folder = tmp_path_factory.mktemp("teacher")
     options = "--tp", 2, *TINY.split(), "--steps", 100, "--validate-every", 50
-    run_script("launch/train.py", *options, "--out", folder, "--data-cache", folder / "data", ranks=2)
+    run_script(
+        "launch/train.py", *options, "--out", folder, "--data-cache", folder / "data", ranks=2
+    )
     return folder
 
 
 def distil(teacher, out, *options, processes=1):
     """-> rows of metrics by run."""
-    command = ["--device", "cpu", "--teacher", teacher, "--data-cache", teacher / "data", "--out", out]
-    command += ["--width", 16, "--heads", 2, "--steps", STEPS, "--batch", BATCH, "--warmup", 4, "--lr", 1e-2]
+    command = [
+        "--device",
+        "cpu",
+        "--teacher",
+        teacher,
+        "--data-cache",
+        teacher / "data",
+        "--out",
+        out,
+    ]
+    command += [
+        "--width",
+        16,
+        "--heads",
+        2,
+        "--steps",
+        STEPS,
+        "--batch",
+        BATCH,
+        "--warmup",
+        4,
+        "--lr",
+        1e-2,
+    ]
     command += ["--validate-every", 4, "--temperature", 2, "--support", "vocabulary", *options]
     run_script("launch/distill.py", *command, ranks=processes)
     assert (out / "distill.png").stat().st_size > 10_000
     files = sorted(out.glob("*/metrics.jsonl"))
-    return {file.parent.name: [json.loads(line) for line in file.read_text().splitlines()] for file in files}
+    return {
+        file.parent.name: [json.loads(line) for line in file.read_text().splitlines()]
+        for file in files
+    }
 
 
 @pytest.mark.parametrize(
@@ -42,12 +69,24 @@ def distil(teacher, out, *options, processes=1):
     [
         (("--k", VOCAB + 1), "--k must be at most the teacher's vocabulary of 307, got 308"),
         (("--batch", 3), "--batch 3 is no multiple of replicas x micro-batches = 2"),
-        (("--data-cache", "nowhere"), "train.npy must be an array of tokens: [Errno 2] No such file"),
+        (
+            ("--data-cache", "nowhere"),
+            "train.npy must be an array of tokens: [Errno 2] No such file",
+        ),
         (("--teacher", "nowhere"), "there is no checkpoint in nowhere/checkpoints"),
     ],
 )
 def test_a_mistake_ends_every_rank_before_anything_is_written(teacher, tmp_path, options, message):
-    command = "--device", "cpu", "--teacher", teacher, "--data-cache", teacher / "data", "--out", tmp_path / "out"
+    command = (
+        "--device",
+        "cpu",
+        "--teacher",
+        teacher,
+        "--data-cache",
+        teacher / "data",
+        "--out",
+        tmp_path / "out",
+    )
     said = run_script("launch/distill.py", *command, *options, ranks=2, code=1)
     assert sum(message in line for line in said.splitlines()) == 2 and "Traceback" not in said, said
     assert not (tmp_path / "out").exists()
@@ -62,7 +101,9 @@ def alone(teacher, tmp_path_factory):
 
 def test_students_start_equal_and_the_whole_vocabulary_on_disk_is_the_teacher_itself(alone):
     _, runs = alone
-    ce, online, offline = ([row["cross_entropy"] for row in runs[name]] for name in ("ce", "online", "offline"))
+    ce, online, offline = (
+        [row["cross_entropy"] for row in runs[name]] for name in ("ce", "online", "offline")
+    )
     assert len(ce) == 1 + STEPS // 4
     assert ce[0] == online[0] == offline[0]
     better = [a - b for a, b in zip(ce[1:], online[1:])]
@@ -78,8 +119,14 @@ def test_shards_and_replicas_change_nothing_but_rounding(teacher, alone, tmp_pat
     for name, rows in runs.items():
         for row, one in zip(rows, expected[name], strict=True):
             close = {key: value for key, value in one.items() if key not in ("split", "seconds")}
-            assert {key: row[key] for key in close} == pytest.approx(close, rel=2e-5), (name, row["step"])
-    ours, theirs = (np.load(folder / "teacher/topk.npy")["log_probs"].astype(np.float32) for folder in (tmp_path, out))
+            assert {key: row[key] for key in close} == pytest.approx(close, rel=2e-5), (
+                name,
+                row["step"],
+            )
+    ours, theirs = (
+        np.load(folder / "teacher/topk.npy")["log_probs"].astype(np.float32)
+        for folder in (tmp_path, out)
+    )
     assert np.abs(ours - theirs).max() < 2e-2  # a step of float16 at -16 or so
 
 
@@ -87,7 +134,11 @@ def test_the_file_holds_the_teachers_likeliest_ids(teacher, alone, tmp_path, mon
     out, _ = alone
     distil(teacher, tmp_path, "--k", 5, "--runs", "offline")
     file, whole = np.load(tmp_path / "teacher/topk.npy"), np.load(out / "teacher/topk.npy")
-    assert file.dtype == [("ids", "<i4", (5,)), ("log_probs", "<f2", (5,))] and file.shape == (STEPS, BATCH, 32)
+    assert file.dtype == [("ids", "<i4", (5,)), ("log_probs", "<f2", (5,))] and file.shape == (
+        STEPS,
+        BATCH,
+        32,
+    )
     assert all(np.array_equal(file[name], whole[name][..., :5]) for name in ("ids", "log_probs"))
 
     monkeypatch.syspath_prepend(str(ROOT / "launch"))
@@ -99,11 +150,16 @@ def test_the_file_holds_the_teachers_likeliest_ids(teacher, alone, tmp_path, mon
     (folder,) = teacher.glob("checkpoints/step-*")
     dcp.load(state, checkpoint_id=folder, no_dist=True)
     model.load_state_dict(state["model"])
-    corpus = Corpus(teacher / "data" / json.loads((folder / "progress.json").read_text())["config"]["data"], 32)
+    corpus = Corpus(
+        teacher / "data" / json.loads((folder / "progress.json").read_text())["config"]["data"], 32
+    )
     for step in range(STEPS):
         inputs, _ = corpus.batch("train", BATCH, 1, step)
         with torch.no_grad():
-            log_p = (model.output(model(inputs))[..., :VOCAB].double() / 2).log_softmax(-1)  # at temperature 2
-        ids, log_probs = (torch.from_numpy(file[step][name].copy()) for name in ("ids", "log_probs"))
+            # at temperature 2
+            log_p = (model.output(model(inputs))[..., :VOCAB].double() / 2).log_softmax(-1)
+        ids, log_probs = (
+            torch.from_numpy(file[step][name].copy()) for name in ("ids", "log_probs")
+        )
         for expected in (log_p.gather(-1, ids.long()), log_p.topk(5).values):
             torch.testing.assert_close(log_probs.double(), expected, rtol=2**-11, atol=1e-5)

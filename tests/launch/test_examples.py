@@ -1,4 +1,5 @@
-"""The trainer of the documentation: any mesh is the same training, and so is one that stops and goes on."""
+"""The trainer of the documentation: any mesh is the same training, and so is one that stops and
+goes on."""
 
 import re
 
@@ -10,7 +11,10 @@ from pages import marked_block
 def rows(said: str) -> list[dict[str, float]]:
     """The numbers that a run printed, a dict per logged step."""
     lines = [line for line in said.splitlines() if line.startswith("step ")]
-    return [{name: float(value) for name, value in re.findall(r"'?(\w+)'?:? ([\d.]+)", line)} for line in lines]
+    return [
+        {name: float(value) for name, value in re.findall(r"'?(\w+)'?:? ([\d.]+)", line)}
+        for line in lines
+    ]
 
 
 def test_a_trainer_in_60_lines_trains_alike_on_any_mesh_and_goes_on_from_its_checkpoint(tmp_path):

@@ -1,4 +1,5 @@
-"""The GRPO loop, at toy size on CPU: shards and replicas change nothing but rounding, and the reward rises."""
+"""The GRPO loop, at toy size on CPU: shards and replicas change nothing but rounding, and the
+reward rises."""
 
 import json
 
@@ -17,7 +18,20 @@ def run(out, *options, processes):
 
 
 def test_shards_and_replicas_sample_the_same_answers_and_take_the_same_steps(tmp_path):
-    options = ("--steps", 6, "--prompts", 16, "--group", 8, "--minibatches", 2, "--refresh", 2, "--lr", 1e-2)
+    options = (
+        "--steps",
+        6,
+        "--prompts",
+        16,
+        "--group",
+        8,
+        "--minibatches",
+        2,
+        "--refresh",
+        2,
+        "--lr",
+        1e-2,
+    )
     alone = run(tmp_path / "alone", *options, processes=1)
     assert len(alone) == 6 and all(row["min_ratio"] < 0.9 < 1.1 < row["max_ratio"] for row in alone)
     assert len({row["reward"] for row in alone}) == 6
@@ -25,14 +39,17 @@ def test_shards_and_replicas_sample_the_same_answers_and_take_the_same_steps(tmp
         rows = run(tmp_path / name, *options, "--tp", tp, processes=2)
         for row, expected in zip(rows, alone, strict=True):
             for key in row.keys() - {"split", "seconds"}:
-                # equal answers have equal rewards and token counts, bit for bit but for the order of the sum
+                # equal answers have equal rewards and token counts, bit for bit but for the order
+                # of the sum
                 exact = key in ("step", "reward", "exact_match", "tokens")
                 close = {"rel": 1e-6} if exact else {"rel": 2e-5, "abs": 2e-6}
                 assert row[key] == pytest.approx(expected[key], **close), (name, row["step"], key)
 
 
 def test_the_reward_rises(tmp_path):
-    rows = run(tmp_path, "--steps", 40, "--prompts", 16, "--minibatches", 2, "--lr", 5e-3, processes=2)
+    rows = run(
+        tmp_path, "--steps", 40, "--prompts", 16, "--minibatches", 2, "--lr", 5e-3, processes=2
+    )
     rewards = torch.tensor([row["reward"] for row in rows])
     first, last = rewards[:5], rewards[-5:]
     noise = torch.cat([first - first.mean(), last - last.mean()]).std()
@@ -41,10 +58,28 @@ def test_the_reward_rises(tmp_path):
 
 def test_the_sets_of_the_sampler_are_replayed(tmp_path):
     """With them the trainer's log-probs are the sampler's, without them they are not."""
-    options = ("--steps", 1, "--prompts", 8, "--group", 4, "--minibatches", 2, "--lr", 1e-2, "--top-p", 0.7)
+    options = (
+        "--steps",
+        1,
+        "--prompts",
+        8,
+        "--group",
+        4,
+        "--minibatches",
+        2,
+        "--lr",
+        1e-2,
+        "--top-p",
+        0.7,
+    )
     (replayed,) = run(tmp_path / "replayed", *options, processes=2)
     (without,) = run(tmp_path / "without", *options, "--no-replay", processes=1)
-    assert replayed["reward"] == pytest.approx(without["reward"]) and replayed["tokens"] == without["tokens"]
+    assert (
+        replayed["reward"] == pytest.approx(without["reward"])
+        and replayed["tokens"] == without["tokens"]
+    )
     assert replayed["token_mult_prob_error"] == pytest.approx(1, abs=1e-5)
-    assert without["token_mult_prob_error"] > 1.2  # 1 / 0.7, less what a set's last id is beyond 0.7
-    assert replayed["loss"] > without["loss"] + 0.003  # 0.03 of an entropy that the truncation makes smaller
+    # 1 / 0.7, less what a set's last id is beyond 0.7
+    assert without["token_mult_prob_error"] > 1.2
+    # 0.03 of an entropy that the truncation makes smaller
+    assert replayed["loss"] > without["loss"] + 0.003

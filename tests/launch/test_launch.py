@@ -1,4 +1,5 @@
-"""The launch programs refuse wrong numbers, older runs, broken checkpoints and odd files before they touch anything."""
+"""The launch programs refuse wrong numbers, older runs, broken checkpoints and odd files before
+they touch anything."""
 
 import argparse
 import importlib
@@ -19,15 +20,28 @@ from ranks import on_ranks
 from tp_headloss import VocabParallelHead, VocabShard
 
 PROGRAMS = "train", "distill", "grpo", "megatron_pretrain"
-MAY_BE_ZERO = ["warmup", "seed", "weight_decay", "z_weight", "kl_weight", "entropy_weight", "kd_weight"]
+MAY_BE_ZERO = [
+    "warmup",
+    "seed",
+    "weight_decay",
+    "z_weight",
+    "kl_weight",
+    "entropy_weight",
+    "kd_weight",
+]
 
 
 @pytest.fixture
 def launch(monkeypatch):
     """The modules of launch/ by name."""
     monkeypatch.syspath_prepend(str(ROOT / "launch"))
-    for name in ("CUBLAS_WORKSPACE_CONFIG", "CUDA_DEVICE_MAX_CONNECTIONS", "TOKENIZERS_PARALLELISM"):
-        monkeypatch.setenv(name, os.environ.get(name, ""))  # or an import would set it for all tests
+    for name in (
+        "CUBLAS_WORKSPACE_CONFIG",
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        "TOKENIZERS_PARALLELISM",
+    ):
+        # or an import would set it for all tests
+        monkeypatch.setenv(name, os.environ.get(name, ""))
     return importlib.import_module
 
 
@@ -43,16 +57,33 @@ def test_every_number_on_the_command_line_is_checked(launch, program, monkeypatc
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", keep_and_parse)
     monkeypatch.setattr("sys.argv", [program])
     module.parse()
-    numbers = [a for a in actions if a.type is not None or (isinstance(a.default, (int, float)) and a.nargs != 0)]
+    numbers = [
+        a
+        for a in actions
+        if a.type is not None or (isinstance(a.default, (int, float)) and a.nargs != 0)
+    ]
     assert len(numbers) >= 10
     for action in numbers:
-        for value in ("nan", "inf", "1e400", "-1", "9" * 30, "x", "", *([] if action.dest in MAY_BE_ZERO else "0")):
+        for value in (
+            "nan",
+            "inf",
+            "1e400",
+            "-1",
+            "9" * 30,
+            "x",
+            "",
+            *([] if action.dest in MAY_BE_ZERO else "0"),
+        ):
             monkeypatch.setattr("sys.argv", [program, f"{action.option_strings[0]}={value}"])
             with pytest.raises(SystemExit) as error:
                 module.parse()
             said = capsys.readouterr().err.splitlines()[-1]
             expected = f"{program}: error: argument {action.option_strings[0]}: must be a "
-            assert error.value.code == 2 and said.startswith(expected) and said.endswith(f"got {value!r}"), said
+            assert (
+                error.value.code == 2
+                and said.startswith(expected)
+                and said.endswith(f"got {value!r}")
+            ), said
 
 
 @pytest.mark.parametrize(
@@ -69,7 +100,9 @@ def test_every_number_on_the_command_line_is_checked(launch, program, monkeypatc
         ("train", "--resume --overwrite", "--overwrite: not allowed with argument --resume"),
     ],
 )
-def test_numbers_that_do_not_fit_together_are_refused(launch, program, options, message, monkeypatch, capsys):
+def test_numbers_that_do_not_fit_together_are_refused(
+    launch, program, options, message, monkeypatch, capsys
+):
     monkeypatch.setattr("sys.argv", [program, *options.split()])
     with pytest.raises(SystemExit):
         launch(program).parse()
@@ -124,9 +157,13 @@ def load_run(group, device, folder):
 
 
 def in_launch(group):
-    """The module, the ranks, and a model with rows of a vocabulary of 5 on each of them, with its optimiser."""
+    """The module, the ranks, and a model with rows of a vocabulary of 5 on each of them, with its
+    optimiser."""
     sys.path.insert(0, str(ROOT / "launch"))
-    checkpoint, parallel = importlib.import_module("checkpoint"), importlib.import_module("parallel")
+    checkpoint, parallel = (
+        importlib.import_module("checkpoint"),
+        importlib.import_module("parallel"),
+    )
     rank, size = (group.rank(), group.size()) if group else (0, 1)
     model = VocabParallelHead(2, VocabShard.from_group(group, 5, padded_size=6))
     ranks = parallel.Ranks(torch.device("cpu"), rank=rank, world=size, tp_rank=rank, tp=size)
@@ -138,7 +175,10 @@ def folder(launch, tmp_path):
     folder = tmp_path / "checkpoints"
     for step in (1, 2):
         on_ranks(2, save_run, folder, step)
-    assert on_ranks(2, load_run, folder) == [(2, 2.0)] * 2 and load_run(None, None, folder) == (2, 2.0)
+    assert on_ranks(2, load_run, folder) == [(2, 2.0)] * 2 and load_run(None, None, folder) == (
+        2,
+        2.0,
+    )
     return folder
 
 
@@ -154,12 +194,20 @@ DAMAGES = {  # name -> what is done to which file, and the file that the message
     "latest names itself": ("latest", lambda path: path.write_text("."), "latest"),
     "latest is not text": ("latest", lambda path: path.write_bytes(bytes(range(256))), "latest"),
     "a file is empty": ("*/__1_0.distcp", lambda path: path.write_bytes(b""), "__1_0.distcp"),
-    "a file is cut": ("*/__1_0.distcp", lambda path: os.truncate(path, path.stat().st_size // 2), "__1_0.distcp"),
+    "a file is cut": (
+        "*/__1_0.distcp",
+        lambda path: os.truncate(path, path.stat().st_size // 2),
+        "__1_0.distcp",
+    ),
     "a bit of a file": ("*/__1_0.distcp", flip, "__1_0.distcp"),
     "a bit of the checksums": ("*/SHA256SUMS", flip, "SHA256SUMS"),
     "no checksums": ("*/SHA256SUMS", Path.unlink, "SHA256SUMS"),
     "empty checksums": ("*/SHA256SUMS", lambda path: path.write_text(""), "SHA256SUMS"),
-    "a checksum is missing": ("*/SHA256SUMS", lambda path: os.truncate(path, path.stat().st_size // 2), "SHA256SUMS"),
+    "a checksum is missing": (
+        "*/SHA256SUMS",
+        lambda path: os.truncate(path, path.stat().st_size // 2),
+        "SHA256SUMS",
+    ),
     "a file is missing": ("*/__1_0.distcp", Path.unlink, "SHA256SUMS"),
     "a pipe": ("*/__1_0.distcp", lambda path: (path.unlink(), os.mkfifo(path)), "SHA256SUMS"),
 }
@@ -176,17 +224,25 @@ def test_a_broken_checkpoint_is_one_line_on_every_rank(launch, folder, name):
     assert load_run(None, None, folder) == messages[0]
 
 
-def test_what_a_checkpoint_replaces_goes_when_the_new_one_is_on_the_disk(launch, tmp_path, monkeypatch):
+def test_what_a_checkpoint_replaces_goes_when_the_new_one_is_on_the_disk(
+    launch, tmp_path, monkeypatch
+):
     folder, events = tmp_path / "run/checkpoints", []
 
     def fsync(descriptor):
         files = (tmp_path, *tmp_path.rglob("*"))
-        events.extend(f"sync {p.name}" for p in files if os.path.samestat(p.stat(), os.fstat(descriptor)))
+        events.extend(
+            f"sync {p.name}" for p in files if os.path.samestat(p.stat(), os.fstat(descriptor))
+        )
 
     replace, rmtree = os.replace, shutil.rmtree
     monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(os, "replace", lambda a, b: (events.append(f"replace {b.name}"), replace(a, b)))
-    monkeypatch.setattr(shutil, "rmtree", lambda path: (events.append(f"delete {path.name}"), rmtree(path)))
+    monkeypatch.setattr(
+        os, "replace", lambda a, b: (events.append(f"replace {b.name}"), replace(a, b))
+    )
+    monkeypatch.setattr(
+        shutil, "rmtree", lambda path: (events.append(f"delete {path.name}"), rmtree(path))
+    )
     save_run(None, None, folder, 1)
     assert events[:4] == ["sync run", "sync job.part", "replace job", "sync checkpoints"]
 
@@ -196,9 +252,22 @@ def test_what_a_checkpoint_replaces_goes_when_the_new_one_is_on_the_disk(launch,
     state, written = events[1:-7], events[-7:-1]
     assert {"sync __0_0.distcp", "sync .metadata.tmp", "replace progress.json"} <= {*state}
     files = ("SHA256SUMS", "step-00000002"), ("latest", "checkpoints")
-    assert written == [e for name, inside in files for e in (f"sync {name}.part", f"replace {name}", f"sync {inside}")]
-    assert (events[0], state[-1], events[-1]) == ("sync checkpoints", "sync step-00000002", "delete step-00000001")
-    assert sorted(p.name for p in folder.iterdir()) == ["job", "latest", "step-00000001-kept", "step-00000002"]
+    assert written == [
+        e
+        for name, inside in files
+        for e in (f"sync {name}.part", f"replace {name}", f"sync {inside}")
+    ]
+    assert (events[0], state[-1], events[-1]) == (
+        "sync checkpoints",
+        "sync step-00000002",
+        "delete step-00000001",
+    )
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "job",
+        "latest",
+        "step-00000001-kept",
+        "step-00000002",
+    ]
 
 
 def test_a_restart_continues_its_own_run_and_no_older_one(launch, tmp_path, monkeypatch):
@@ -218,7 +287,9 @@ def test_a_restart_continues_its_own_run_and_no_older_one(launch, tmp_path, monk
     assert continues("newer", resume=True)
     for run_id, hosts in (("newer", 1), ("none", 1), ("none", 2)):
         assert not continues(run_id, hosts, overwrite=True)
-        with pytest.raises(SystemExit, match=r"is from an older run: .*--resume.*--overwrite.*--out"):
+        with pytest.raises(
+            SystemExit, match=r"is from an older run: .*--resume.*--overwrite.*--out"
+        ):
             continues(run_id, hosts)
 
 
@@ -228,7 +299,9 @@ def test_a_broken_line_of_the_metrics_is_named(launch, tmp_path):
     assert launch("record").rows_until(file, 2) == [{"step": 1}, {"step": 2}]
     for line in ('{"step": 4', "4", '{"loss": 4}'):
         file.write_text(f'{{"step": 1}}\n{line}\n')
-        with pytest.raises(SystemExit, match=re.escape(f"line 2: expected a JSON object with a step, got {line!r}")):
+        with pytest.raises(
+            SystemExit, match=re.escape(f"line 2: expected a JSON object with a step, got {line!r}")
+        ):
             launch("record").rows_until(file, 2)
 
 
@@ -248,7 +321,11 @@ def link(path, elsewhere):
 
 IN_THE_PLACE_OF_A_CHECKPOINT = {
     "a link": lambda path: link(path, path.with_name("elsewhere")),
-    "a file": lambda path: (path.with_name("latest").unlink(), shutil.rmtree(path), path.write_text("")),
+    "a file": lambda path: (
+        path.with_name("latest").unlink(),
+        shutil.rmtree(path),
+        path.write_text(""),
+    ),
     "a folder inside": lambda path: (path / "inner").mkdir(),
 }
 
@@ -272,23 +349,33 @@ def test_what_stands_in_the_place_of_a_checkpoint_ends_no_run(tmp_path, case, ne
 def test_too_little_of_a_corpus_is_told_from_too_few_files(launch, tmp_path):
     for i in range(40):
         (tmp_path / f"{i}.txt").write_text("text " * 200)
-    with pytest.raises(SystemExit, match=r"the first 10 text files of .* have 0\.01 MB already; .*--corpus-mb"):
+    with pytest.raises(
+        SystemExit, match=r"the first 10 text files of .* have 0\.01 MB already; .*--corpus-mb"
+    ):
         launch("data").documents(str(tmp_path), 0.01)
     for i in range(30):
         (tmp_path / f"{i}.txt").unlink()
-    with pytest.raises(SystemExit, match=r"holds 10 text files; at least 20 are needed \(--corpus DIR\)"):
+    with pytest.raises(
+        SystemExit, match=r"holds 10 text files; at least 20 are needed \(--corpus DIR\)"
+    ):
         launch("data").documents(str(tmp_path), 0.1)
 
 
 @pytest.mark.parametrize(
     ("program", "existing"),
-    [("distill", "out/ce/metrics.jsonl"), ("grpo", "out/metrics.jsonl"), ("megatron_pretrain", "out")],
+    [
+        ("distill", "out/ce/metrics.jsonl"),
+        ("grpo", "out/metrics.jsonl"),
+        ("megatron_pretrain", "out"),
+    ],
 )
 def test_an_older_run_is_refused_on_every_rank(tmp_path, program, existing):
     file = tmp_path / existing
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("older")
-    said = run_script(f"launch/{program}.py", "--device", "cpu", "--out", tmp_path / "out", ranks=2, code=1)
+    said = run_script(
+        f"launch/{program}.py", "--device", "cpu", "--out", tmp_path / "out", ranks=2, code=1
+    )
     message = f"{file} is from an older run: replace it (--overwrite) or choose another --out"
     assert said.splitlines().count(message) == 2 and file.read_text() == "older", said
 
@@ -303,8 +390,17 @@ def test_the_quickstart_can_be_run_again_and_resumed(tmp_path):
         (tmp_path / name).chmod(0o755)
     for options in ([], ["--steps", "5", "--resume"]):
         (tmp_path / "calls").unlink(missing_ok=True)
-        subprocess.run(["bash", "launch/quickstart.sh", *options], cwd=tmp_path, check=True, capture_output=True)
-        calls = [c.split() for c in (tmp_path / "calls").read_text().splitlines() if "launch/train.py" in c]
+        subprocess.run(
+            ["bash", "launch/quickstart.sh", *options],
+            cwd=tmp_path,
+            check=True,
+            capture_output=True,
+        )
+        calls = [
+            c.split()
+            for c in (tmp_path / "calls").read_text().splitlines()
+            if "launch/train.py" in c
+        ]
         assert len(calls) == 2
         for call in calls:
             assert call[-len(options) :] == options if options else "--overwrite" in call

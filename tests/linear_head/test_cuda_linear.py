@@ -13,8 +13,12 @@ pytestmark = pytest.mark.cuda
 def linear_problem(tokens, device, dtype=torch.bfloat16, shard=None, hidden_size=256):
     shard = shard or VocabShard(0, V, V)
     generator = torch.Generator(device).manual_seed(5)
-    hidden = torch.randn(tokens, hidden_size, device=device, dtype=dtype, generator=generator).requires_grad_()
-    weight = torch.randn(V, hidden_size, device=device, dtype=dtype, generator=generator)[shard.start : shard.stop]
+    hidden = torch.randn(
+        tokens, hidden_size, device=device, dtype=dtype, generator=generator
+    ).requires_grad_()
+    weight = torch.randn(V, hidden_size, device=device, dtype=dtype, generator=generator)[
+        shard.start : shard.stop
+    ]
     labels = torch.randint(0, V, (tokens,), device=device, generator=generator)
     return hidden, (0.1 * weight).requires_grad_(), labels
 
@@ -26,7 +30,9 @@ def test_memory_of_a_linear_head_is_flat_in_the_tokens(device, mode):
     for tokens in (4096, 16384):
         hidden, weight, labels = linear_problem(tokens, device)
         weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
-        linear = Linear(mode=mode, budget=budget, main_grad=True, upstream=1.0 if mode == "one_sweep" else None)
+        linear = Linear(
+            mode=mode, budget=budget, main_grad=True, upstream=1.0 if mode == "one_sweep" else None
+        )
 
         def step(hidden=hidden, weight=weight, labels=labels, linear=linear):
             loss = HeadLoss().linear(hidden, weight, labels, linear=linear).loss
@@ -37,7 +43,8 @@ def test_memory_of_a_linear_head_is_flat_in_the_tokens(device, mode):
         before = torch.cuda.memory_allocated()
         step()
         extra.append(torch.cuda.max_memory_allocated() - before - hidden.nbytes)
-        # of one sweep, dH and its multiple by the upstream gradient are there at once, when no block is
+        # of one sweep, dH and its multiple by the upstream gradient are there at once, when no
+        # block is
         assert extra[-1] <= budget + (4 << 20) + 128 * tokens
     assert abs(extra[1] - extra[0]) < budget // 4
 
@@ -59,7 +66,11 @@ def linear_graph_run(group, device, mode, how):
     equal = True
     for seed in range(10):
         with torch.no_grad():
-            hidden.copy_(torch.randn(hidden.shape, device=device, generator=torch.Generator(device).manual_seed(seed)))
+            hidden.copy_(
+                torch.randn(
+                    hidden.shape, device=device, generator=torch.Generator(device).manual_seed(seed)
+                )
+            )
         equal &= replays(graph, outputs, step)[1]
     return equal
 
@@ -74,12 +85,15 @@ def test_a_linear_head_is_captured(world_size, mode, how):
 @pytest.mark.parametrize("mode", ["recompute", "one_sweep"])
 def test_a_linear_head_computes_in_ieee_fp32_unless_tf32_is_allowed(device, mode):
     hidden, weight, labels = linear_problem(300, device, torch.float32)
-    z = torch.nn.functional.linear(*(exact := [x.double().requires_grad_() for x in (hidden, weight)]))
+    z = torch.nn.functional.linear(
+        *(exact := [x.double().requires_grad_() for x in (hidden, weight)])
+    )
     exact = torch.autograd.grad(torch.nn.functional.cross_entropy(z, labels), exact)
 
     def errors():
         grads = torch.autograd.grad(
-            HeadLoss().linear(hidden, weight, labels, linear=Linear(mode=mode)).loss, (hidden, weight)
+            HeadLoss().linear(hidden, weight, labels, linear=Linear(mode=mode)).loss,
+            (hidden, weight),
         )
         return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(grads, exact)]
 

@@ -36,15 +36,19 @@ def plain(operands, labels, weights):
 
 
 def head_run(group, device, boundaries, dtype, backend, linear, padding=3, upstream=3.0):
-    """Loss, and gradients of hidden states, weight shard and bias shard; so many ids at the end are padding."""
+    """Loss, and gradients of hidden states, weight shard and bias shard; so many ids at the end are
+    padding."""
     hidden, weight, bias, labels, weights = (x.to(device) for x in tensors(dtype))
     shard = hl.VocabShard.from_boundaries(boundaries, V - padding, group)
     local = slice(shard.start, shard.stop)
-    weight[shard.vocab_size :], bias[shard.vocab_size :] = torch.nan, torch.inf  # padding holds anything
+    # padding holds anything
+    weight[shard.vocab_size :], bias[shard.vocab_size :] = torch.nan, torch.inf
     rank = 0 if group is None else group.rank()
     if linear.hidden_grad == "reduce_scatter":
         hidden = hidden.chunk(shard.world_size)[rank]
-    hidden, weight, bias = (x.clone().requires_grad_() for x in (hidden, weight[local], bias[local]))
+    hidden, weight, bias = (
+        x.clone().requires_grad_() for x in (hidden, weight[local], bias[local])
+    )
     with small_blocks():
         out = hl.HeadLoss(terms(), metrics=("accuracy",), options=hl.Options(backend=backend)).linear(
             hidden, weight, labels, bias=bias, shard=shard, token_weight=weights, linear=linear,
@@ -63,7 +67,9 @@ def masked_truth():
     hidden, weight, bias = (x.double() for x in operands)
     known = torch.where(labels < V - 3, labels, -100)
     assert torch.equal(known, labels)
-    loss, of_hidden, of_weight, of_bias = plain((hidden, weight[: V - 3], bias[: V - 3]), labels, weights)
+    loss, of_hidden, of_weight, of_bias = plain(
+        (hidden, weight[: V - 3], bias[: V - 3]), labels, weights
+    )
     return loss, of_hidden, F.pad(of_weight, (0, 0, 0, 3)), F.pad(of_bias, (0, 3))
 
 
@@ -77,7 +83,8 @@ def masked_truth():
     ],
 )  # fmt: skip
 def test_losses_and_gradients_equal_float64(world_size, how, backend, mode):
-    """Uneven shards (one of them empty), padding, bias, softcap, weights; several blocks, the last one smaller."""
+    """Uneven shards (one of them empty), padding, bias, softcap, weights; several blocks, the last
+    one smaller."""
     linear = hl.Linear(mode=mode, hidden_grad=how, budget=64 * 4 * 64)
     results = on_ranks(world_size, head_run, UNEVEN[world_size], torch.float32, backend, linear)
     for got, expected in zip(joined(results, how), masked_truth()):
@@ -98,7 +105,9 @@ def test_half_precision_is_at_most_twice_as_wrong_as_materialised_logits(world_s
         # what a sharded model does: each rank's dH is rounded before they are added up
         hidden, weight, bias = (x.clone().requires_grad_() for x in (hidden, weight, bias))
         copies = [hidden.detach().clone().requires_grad_() for _ in range(2)]
-        parts = [F.linear(copy, weight[a:b]) for copy, a, b in zip(copies, boundaries, boundaries[1:])]
+        parts = [
+            F.linear(copy, weight[a:b]) for copy, a, b in zip(copies, boundaries, boundaries[1:])
+        ]
         loss = plain_loss(torch.cat(parts, 1).float() + bias, labels, weights)
         *of_hidden, of_weight, of_bias = torch.autograd.grad(loss, (*copies, weight, bias))
         return loss, of_hidden[0] + of_hidden[1], of_weight, of_bias
@@ -122,18 +131,30 @@ STATISTICS = {  # wanted statistics, and the teacher
 
 @pytest.mark.parametrize("kind", STATISTICS)
 def test_every_statistic_equals_that_of_materialised_logits(kind, backend, device, monkeypatch):
-    """Values and gradients, per-token temperatures and several blocks of tokens and ids each way."""
+    """Values and gradients, per-token temperatures and several blocks of tokens and ids each
+    way."""
     want, teacher = STATISTICS[kind]
     n, v = (12, 72) if backend == "triton" and device == "cpu" else (N, V)
     hidden, weight, _, labels, temperature = (x.to(device) for x in tensors())
-    hidden, weight, labels, temperature = hidden[:n], weight[:v], labels[:n] % v, temperature[:n] + 0.5
+    hidden, weight, labels, temperature = (
+        hidden[:n],
+        weight[:v],
+        labels[:n] % v,
+        temperature[:n] + 0.5,
+    )
     teacher = a_teacher(teacher, device, n, v)
-    keywords = {"want": want, "teacher": teacher, "transform": hl.Transform(temperature=temperature)}
+    keywords = {
+        "want": want,
+        "teacher": teacher,
+        "transform": hl.Transform(temperature=temperature),
+    }
     keywords["options"] = hl.Options(backend=backend)
 
     def of(function, *operands):
         stats = function(*operands, labels, **keywords)
-        names = [name for name in ("lse", "log_prob", *want) if name in layout_of(True, want).gradients]
+        names = [
+            name for name in ("lse", "log_prob", *want) if name in layout_of(True, want).gradients
+        ]
         values = torch.stack([getattr(stats, name) for name in names])
         weights = torch.linspace(-1, 1, values.numel(), device=device).view_as(values)
         return stats, (weights * values).sum()
@@ -154,7 +175,9 @@ def test_every_statistic_equals_that_of_materialised_logits(kind, backend, devic
 
 def test_gradcheck():
     generator = torch.Generator().manual_seed(0)
-    hidden, weight, bias = (torch.randn(s, generator=generator, dtype=torch.float64) for s in ((5, 6), (11, 6), (11,)))
+    hidden, weight, bias = (
+        torch.randn(s, generator=generator, dtype=torch.float64) for s in ((5, 6), (11, 6), (11,))
+    )
     labels = torch.tensor([3, 0, -100, 10, 7])
 
     def values(hidden, weight, bias):
@@ -168,9 +191,25 @@ def test_gradcheck():
     "name, terms, inputs",
     [
         ("policy", [hl.PolicyGradient("clip"), hl.Entropy(0.1)], ("advantages", "old_log_prob")),
-        ("teacher", [hl.CrossEntropy(), hl.Distillation(1.0, "jsd", temperature_squared=True)], ("teacher",)),
-        ("entries", [hl.CrossEntropy(), hl.TopKDistillation(1.0, "forward_kl", "tail")], ("teacher",)),
-        ("own", [hl.Term("focal", lambda s: -((1 - s.log_prob.exp()) ** 2) * s.log_prob, tokenwise=True)], ()),
+        (
+            "teacher",
+            [hl.CrossEntropy(), hl.Distillation(1.0, "jsd", temperature_squared=True)],
+            ("teacher",),
+        ),
+        (
+            "entries",
+            [hl.CrossEntropy(), hl.TopKDistillation(1.0, "forward_kl", "tail")],
+            ("teacher",),
+        ),
+        (
+            "own",
+            [
+                hl.Term(
+                    "focal", lambda s: -((1 - s.log_prob.exp()) ** 2) * s.log_prob, tokenwise=True
+                )
+            ],
+            (),
+        ),
         ("classes", [hl.CrossEntropy(class_weight=torch.rand(V), label_smoothing=0.1)], ()),
         ("sequences", [hl.CrossEntropy(label_smoothing=0.1)], ("sequences",)),
     ],
@@ -182,10 +221,15 @@ def test_one_sweep_equals_recompute(name, terms, inputs, reduction):
     drawn["teacher"] = a_teacher("entries" if name == "entries" else "logits", "cpu")
     drawn = {key: x if key == "teacher" else x.view(2, -1) for key, x in drawn.items()}
     drawn["sequences"] = hl.Sequences.from_mask(torch.rand(2, N // 2) > 0.3)
-    given, reduction = {key: drawn[key] for key in inputs}, "seq-mean-token-mean" if name == "sequences" else reduction
+    given, reduction = (
+        {key: drawn[key] for key in inputs},
+        "seq-mean-token-mean" if name == "sequences" else reduction,
+    )
     if "teacher" in given:
         fields = {k: x for k, x in vars(given["teacher"]).items() if isinstance(x, torch.Tensor)}
-        given["teacher"] = replace(given["teacher"], **{k: x.view(2, N // 2, *x.shape[1:]) for k, x in fields.items()})
+        given["teacher"] = replace(
+            given["teacher"], **{k: x.view(2, N // 2, *x.shape[1:]) for k, x in fields.items()}
+        )
     head = hl.HeadLoss(terms, reduction=reduction, metrics=("accuracy", "entropy"))
     denominator = None if reduction == "sum" else 17.0
     out, grads = {}, {}
@@ -226,18 +270,26 @@ def test_dtypes_follow_torch_linear(device):
 def test_bad_labels_make_their_token_nan(mode):
     hidden, weight, _, labels, _ = tensors()
     labels[5] = V
-    out = hl.HeadLoss(reduction="sum").linear(hidden.requires_grad_(), weight, labels, linear=hl.Linear(mode=mode))
+    out = hl.HeadLoss(reduction="sum").linear(
+        hidden.requires_grad_(), weight, labels, linear=hl.Linear(mode=mode)
+    )
     assert out.loss.isnan() and out.stats.log_prob.isnan().nonzero().tolist() == [[5]]
     (grad,) = torch.autograd.grad(out.loss, hidden)
     assert grad[5].isnan().all() and grad.isnan().sum() == H
     with pytest.raises(ValueError, match="label of token 5"):
-        hl.HeadLoss(options=hl.Options(check=True)).linear(hidden, weight, labels, linear=hl.Linear(mode=mode))
+        hl.HeadLoss(options=hl.Options(check=True)).linear(
+            hidden, weight, labels, linear=hl.Linear(mode=mode)
+        )
 
 
 @BOTH
 def test_one_token_without_leading_dimensions(mode):
     hidden, weight, _, labels, _ = tensors()
-    terms = [hl.PolicyGradient("clip"), hl.PolicyGradient("positive-nll", name="nll"), hl.KLToReference(0.1)]
+    terms = [
+        hl.PolicyGradient("clip"),
+        hl.PolicyGradient("positive-nll", name="nll"),
+        hl.KLToReference(0.1),
+    ]
     head = hl.HeadLoss(terms, reduction="sum")
     values = {"advantages": 1.5, "rewards": 1.0, "old_log_prob": -3.0, "reference_log_prob": -4.0}
     inputs = {name: torch.tensor(value) for name, value in values.items()}
@@ -254,7 +306,10 @@ def test_one_token_without_leading_dimensions(mode):
 @BOTH
 def test_no_tokens_and_ignored_tokens(mode):
     for labels in (torch.zeros(0, dtype=torch.long), torch.full((3,), -100)):
-        operands = [torch.randn(len(labels), H, requires_grad=True), torch.randn(V, H, requires_grad=True)]
+        operands = [
+            torch.randn(len(labels), H, requires_grad=True),
+            torch.randn(V, H, requires_grad=True),
+        ]
         loss = hl.HeadLoss(terms()).linear(*operands, labels, linear=hl.Linear(mode=mode)).loss
         assert loss == 0 and all(not g.any() for g in torch.autograd.grad(loss, operands))
 
@@ -267,10 +322,15 @@ def test_float16_with_a_loss_scale(mode):
     weight, labels = (0.1 * weight).requires_grad_(), labels.repeat(100)
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     exact = torch.autograd.grad(F.cross_entropy(F.linear(*exact), labels), exact)
-    for linear in (hl.Linear(), hl.Linear(mode=mode, upstream=scale if mode == "one_sweep" else None)):
+    for linear in (
+        hl.Linear(),
+        hl.Linear(mode=mode, upstream=scale if mode == "one_sweep" else None),
+    ):
         loss = hl.HeadLoss().linear(hidden, weight, labels, linear=linear).loss
         grads = torch.autograd.grad(scale * loss, (hidden, weight))
-        assert max(relative(a / scale, b) for a, b in zip([g.double() for g in grads], exact)) < 2e-3
+        assert (
+            max(relative(a / scale, b) for a, b in zip([g.double() for g in grads], exact)) < 2e-3
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -280,7 +340,9 @@ def test_weights_in_half_precision_are_counted_exactly(dtype):
     weights = torch.ones(70_000, dtype=dtype)
     operands = hidden.requires_grad_(), weight[:8], labels % 8
     ways = hl.Linear("recompute"), hl.Linear("one_sweep")
-    losses = [hl.HeadLoss().linear(*operands, token_weight=weights, linear=linear).loss for linear in ways]
+    losses = [
+        hl.HeadLoss().linear(*operands, token_weight=weights, linear=linear).loss for linear in ways
+    ]
     torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
 
 
@@ -290,10 +352,17 @@ def test_sums_over_many_blocks_are_in_fp32(cut, monkeypatch):
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(1024, 8, generator=generator).bfloat16().requires_grad_()
     weight = torch.randn(512, 8, generator=generator).bfloat16().requires_grad_()
-    bias, labels = torch.zeros(512, requires_grad=True), torch.randint(512, (1024,), generator=generator)
+    bias, labels = (
+        torch.zeros(512, requires_grad=True),
+        torch.randint(512, (1024,), generator=generator),
+    )
 
     def grads():
-        loss = hl.HeadLoss().linear(hidden, weight, labels, bias=bias, linear=hl.Linear(mode=mode)).loss
+        loss = (
+            hl.HeadLoss()
+            .linear(hidden, weight, labels, bias=bias, linear=hl.Linear(mode=mode))
+            .loss
+        )
         return torch.autograd.grad(loss, (hidden, weight, bias))
 
     mode = "recompute"
@@ -303,5 +372,6 @@ def test_sums_over_many_blocks_are_in_fp32(cut, monkeypatch):
         monkeypatch.setattr(blocks, "one_sweep_tokens", lambda *_: 16)
     else:
         monkeypatch.setattr(blocks, "recompute_blocks", lambda *_: cut)
-    for a, b, most in zip(grads(), whole, (1e-3, 1e-3, 1e-6)):  # one number in a few is rounded to its neighbour
+    # one number in a few is rounded to its neighbour
+    for a, b, most in zip(grads(), whole, (1e-3, 1e-3, 1e-6)):
         assert relative(a, b) < most

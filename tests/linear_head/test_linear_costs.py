@@ -1,4 +1,5 @@
-"""Costs of a linear head: sweeps, collectives, memory, and nothing for what is frozen or ignored."""
+"""Costs of a linear head: sweeps, collectives, memory, and nothing for what is frozen or
+ignored."""
 
 import logging
 
@@ -8,7 +9,16 @@ from collectives import counted_collectives
 from linear_problem import BOTH, H, Largest, N, V, relative, small_blocks, tensors, terms
 from ranks import on_ranks
 
-from tp_headloss import CrossEntropy, HeadLoss, Linear, Options, Sequences, Term, VocabShard, linear_vocab_statistics
+from tp_headloss import (
+    CrossEntropy,
+    HeadLoss,
+    Linear,
+    Options,
+    Sequences,
+    Term,
+    VocabShard,
+    linear_vocab_statistics,
+)
 from tp_headloss.engine import operators
 from tp_headloss.linear_head import autograd, blocks, sweeps
 from tp_headloss.linear_head import call as linear_call
@@ -20,7 +30,8 @@ def frozen_run(group, device, needs, how, mode):
     hidden, weight, _, labels, _ = (x.to(device) for x in tensors())
     shard = VocabShard.from_group(group, V)
     operands = [
-        x.clone().requires_grad_(need) for x, need in zip((hidden, weight[shard.start : shard.stop]), needs[rank])
+        x.clone().requires_grad_(need)
+        for x, need in zip((hidden, weight[shard.start : shard.stop]), needs[rank])
     ]
     products, multiply = [], sweeps.multiply
 
@@ -32,7 +43,9 @@ def frozen_run(group, device, needs, how, mode):
     try:
         with counted_collectives() as collectives:
             head = HeadLoss([CrossEntropy()], options=Options(transport="gather"))
-            head.linear(*operands, labels, shard=shard, linear=Linear(mode, hidden_grad=how)).loss.backward()
+            head.linear(
+                *operands, labels, shard=shard, linear=Linear(mode, hidden_grad=how)
+            ).loss.backward()
     finally:
         sweeps.multiply = multiply
     return [None if x.grad is None else x.grad.cpu() for x in operands], dict(collectives), products
@@ -49,7 +62,8 @@ def test_what_is_frozen_costs_nothing(needs, mode):
 
 @BOTH
 def test_collectives_do_not_depend_on_what_requires_grad(mode):
-    """Rank 1's hidden states are frozen, and rank 0's weight; rank 0's dH is the sum of both parts all the same."""
+    """Rank 1's hidden states are frozen, and rank 0's weight; rank 0's dH is the sum of both parts
+    all the same."""
     everything = on_ranks(2, frozen_run, [(True, True)] * 2, "all_reduce", mode)
     mixed = on_ranks(2, frozen_run, [(True, False), (False, True)], "all_reduce", mode)
     assert mixed[0][1] == mixed[1][1] == everything[0][1]
@@ -63,7 +77,8 @@ def test_collectives_do_not_depend_on_what_requires_grad(mode):
 
 
 def on_cpu():
-    """Where there are GPUs, packets may go through symmetric memory, which the profiler does not count."""
+    """Where there are GPUs, packets may go through symmetric memory, which the profiler does not
+    count."""
     return not torch.cuda.is_available()
 
 
@@ -77,18 +92,25 @@ def exchanges_run(group, device, mode, how):
         loss = HeadLoss(terms()).linear(*operands, labels, shard=shard, linear=linear).loss
     with small_blocks(), counted_collectives() as backward:
         loss.backward()
-    return {k.split(":")[1]: v for k, v in forward.items()}, {k.split(":")[1]: v for k, v in backward.items()}
+    return {k.split(":")[1]: v for k, v in forward.items()}, {
+        k.split(":")[1]: v for k, v in backward.items()
+    }
 
 
 def test_one_exchange_for_all_blocks():
     if not on_cpu():
         pytest.skip("counts gloo's collectives")
-    for how, gathers, reduction in (("all_reduce", 0, {"all_reduce": 1}), ("reduce_scatter", 1, None), ("none", 0, {})):
+    for how, gathers, reduction in (
+        ("all_reduce", 0, {"all_reduce": 1}),
+        ("reduce_scatter", 1, None),
+        ("none", 0, {}),
+    ):
         for forward, backward in on_ranks(2, exchanges_run, "recompute", how):
             assert forward == {"all_gather": 1 + gathers}
             backward.pop("all_gather", None)
             assert backward == reduction if reduction is not None else len(backward) == 1
-    for forward, backward in on_ranks(2, exchanges_run, "one_sweep", "all_reduce"):  # three blocks of 16 tokens
+    # three blocks of 16 tokens
+    for forward, backward in on_ranks(2, exchanges_run, "one_sweep", "all_reduce"):
         assert forward == {"all_gather": 3, "all_reduce": 1} and backward == {}
 
 
@@ -100,28 +122,45 @@ def test_ignored_tokens_are_dropped_by_their_count():
 
     def run(hidden, linear, head=head, **kw):
         operands = [x.clone().requires_grad_() for x in (hidden.view(2, -1, H), weight)]
-        out = head.linear(*operands, labels.view(2, -1), token_weight=weights.view(2, -1), linear=linear, **kw)
+        out = head.linear(
+            *operands, labels.view(2, -1), token_weight=weights.view(2, -1), linear=linear, **kw
+        )
         return out, torch.autograd.grad(out.loss.sum(), operands)
 
     expected, expected_grads = run(clean, Linear())
     for mode in ("recompute", "one_sweep"):
         for most in (count, count + 3):
-            out, grads = run(hidden if most == count else clean, Linear(mode=mode, max_valid_tokens=most))
+            out, grads = run(
+                hidden if most == count else clean, Linear(mode=mode, max_valid_tokens=most)
+            )
             torch.testing.assert_close(out.loss, expected.loss, rtol=1e-6, atol=0)
             torch.testing.assert_close(out.metrics, expected.metrics)
-            torch.testing.assert_close(out.stats.log_prob, expected.stats.log_prob, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(
+                out.stats.log_prob, expected.stats.log_prob, rtol=1e-5, atol=1e-6
+            )
             assert torch.equal(out.stats.valid, expected.stats.valid)
             assert torch.equal(out.stats.labels, labels.view(2, -1))
             assert all(relative(a, b) < 2e-6 for a, b in zip(grads, expected_grads))
     few, _ = run(clean, Linear(max_valid_tokens=count - 1))
-    assert few.loss.isnan() and few.stats.log_prob.isnan().sum() == 1 and few.stats.log_prob.flatten()[-1].isnan()
-    turned = clean.view(2, -1, H).transpose(0, 1).contiguous().transpose(0, 1)  # in memory another is the last
-    stats = linear_vocab_statistics(turned, weight, labels.view(2, -1), linear=Linear(max_valid_tokens=count - 1))
+    assert (
+        few.loss.isnan()
+        and few.stats.log_prob.isnan().sum() == 1
+        and few.stats.log_prob.flatten()[-1].isnan()
+    )
+    # in memory another is the last
+    turned = clean.view(2, -1, H).transpose(0, 1).contiguous().transpose(0, 1)
+    stats = linear_vocab_statistics(
+        turned, weight, labels.view(2, -1), linear=Linear(max_valid_tokens=count - 1)
+    )
     assert torch.equal(stats.log_prob.isnan(), few.stats.log_prob.isnan())
     none = HeadLoss(terms(), reduction="none")
     per_token, _ = run(hidden, Linear(max_valid_tokens=count), none)
-    torch.testing.assert_close(per_token.loss, run(clean, Linear(), none)[0].loss, rtol=1e-5, atol=1e-6)
-    stats = linear_vocab_statistics(hidden, weight, labels, linear=Linear(max_valid_tokens=count), want=("argmax",))
+    torch.testing.assert_close(
+        per_token.loss, run(clean, Linear(), none)[0].loss, rtol=1e-5, atol=1e-6
+    )
+    stats = linear_vocab_statistics(
+        hidden, weight, labels, linear=Linear(max_valid_tokens=count), want=("argmax",)
+    )
     assert (stats.argmax == -1).sum() == N - count and (stats.lse == 0).sum() == N - count
 
 
@@ -133,8 +172,16 @@ def test_sequences_may_have_dropped_tokens(reduction):
     outputs = []
     for linear in (Linear(), Linear(max_valid_tokens=int((labels != -100).sum()))):
         x = hidden.clone().requires_grad_()
-        out = head.linear(x.view(4, 11, H), weight, labels.view(4, 11), inputs={"sequences": sequences}, linear=linear)
-        outputs.append((out.loss, out.metrics, out.sequence_metrics, *torch.autograd.grad(out.loss, x)))
+        out = head.linear(
+            x.view(4, 11, H),
+            weight,
+            labels.view(4, 11),
+            inputs={"sequences": sequences},
+            linear=linear,
+        )
+        outputs.append(
+            (out.loss, out.metrics, out.sequence_metrics, *torch.autograd.grad(out.loss, x))
+        )
     torch.testing.assert_close(outputs[1], outputs[0], rtol=2e-6, atol=1e-7)
     few = head.linear(
         hidden.view(4, 11, H), weight, labels.view(4, 11), inputs={"sequences": sequences},
@@ -145,7 +192,8 @@ def test_sequences_may_have_dropped_tokens(reduction):
 
 @BOTH
 def test_no_tensor_is_as_large_as_the_logits(mode, monkeypatch):
-    """Whatever the number of tokens: beyond them [N, H] and the weight, only blocks within the budget."""
+    """Whatever the number of tokens: beyond them [N, H] and the weight, only blocks within the
+    budget."""
     for module in (operators, autograd):  # what an operator does would not be seen
         monkeypatch.setattr(module, "can_skip_dispatch", lambda _: True)
     width, hidden_size, budget = 512, 4, 32 * 512 * 4
@@ -154,7 +202,9 @@ def test_no_tensor_is_as_large_as_the_logits(mode, monkeypatch):
         weight = torch.randn(width, hidden_size).requires_grad_()
         labels = torch.randint(width, (tokens,))
         with small_blocks(), Largest() as largest:
-            HeadLoss(terms()).linear(hidden, weight, labels, linear=Linear(mode=mode, budget=budget)).loss.backward()
+            HeadLoss(terms()).linear(
+                hidden, weight, labels, linear=Linear(mode=mode, budget=budget)
+            ).loss.backward()
         per_token = 8 * 64  # packets of 8 chunks in float64
         assert budget // 2 <= largest.bytes <= max(budget, tokens * per_token) < 4 * tokens * width
 
@@ -166,7 +216,9 @@ def test_the_budget_is_kept_and_named():
         n, width, hidden = sizes[:3]
         for planner in (blocks.recompute_blocks, blocks.one_sweep_tokens):
             minimum = blocks.minimum_budget(planner, sizes)
-            assert planner(sizes, minimum) is not None and planner(sizes, minimum * 15 // 16) is None
+            assert (
+                planner(sizes, minimum) is not None and planner(sizes, minimum * 15 // 16) is None
+            )
             for budget in (minimum, 2 * minimum, 20 * minimum):
                 plan = planner(sizes, budget)
                 forward, tokens, columns = plan if isinstance(plan, tuple) else (plan, plan, width)
@@ -179,10 +231,13 @@ def test_the_budget_is_kept_and_named():
     with pytest.raises(ValueError, match="budget must be at least"):
         linear_vocab_statistics(hidden, weight, labels, linear=Linear(budget=1000))
     with pytest.raises(ValueError, match="budget must be at least"):
-        HeadLoss().linear(hidden.requires_grad_(), weight, labels, linear=Linear(mode="one_sweep", budget=1000))
+        HeadLoss().linear(
+            hidden.requires_grad_(), weight, labels, linear=Linear(mode="one_sweep", budget=1000)
+        )
 
 
-# (tokens, H, ids, whether dW goes into a main_grad) -> tokens and ids of a block: time over four GEMMs, H200, in turns
+# (tokens, H, ids, whether dW goes into a main_grad) -> tokens and ids of a block: time over four
+# GEMMs, H200, in turns
 MEASURED_PLANS = {
     (8192, 4096, 16032, True): {(8192, 3072): 1.148, (4096, 16032): 1.078, (1024, 16032): 1.24, (1536, 2304): 1.397},
     (8192, 4096, 32064, True): {(2048, 6016): 1.171, (2048, 7808): 1.146, (8192, 3072): 1.073, (4096, 16128): 1.061,
@@ -197,24 +252,37 @@ MEASURED_PLANS = {
 
 
 def test_plans_of_least_cost_are_nearly_the_fastest():
-    """Of the measured plans that fit in a budget, the one with the least cost takes at most 3.5 % longer than any."""
+    """Of the measured plans that fit in a budget, the one with the least cost takes at most 3.5 %
+    longer than any."""
     for (n, hidden, width, main_grad), plans in MEASURED_PLANS.items():
         sizes = blocks.Sizes(n, width, hidden, 2, True, not main_grad)
         held = {(t, c): t * sizes.row(c) + 4 * t * hidden * (c < width) for t, c in plans}
         for budget in held.values():
             fitting = [plan for plan in plans if held[plan] <= budget]
             best = min(fitting, key=lambda plan: blocks._backward_cost(sizes, *plan))
-            assert plans[best] <= min(plans[plan] for plan in fitting) + 0.035, (n, hidden, width, main_grad, best)
+            assert plans[best] <= min(plans[plan] for plan in fitting) + 0.035, (
+                n,
+                hidden,
+                width,
+                main_grad,
+                best,
+            )
 
 
 def test_half_of_a_round_that_leaves_multiprocessors_idle_is_counted():
-    tile, one_round = blocks.GEMM_TILE[0] * blocks.GEMM_TILE[1], blocks.PROCESSORS * blocks.GEMM_TILE[0]
+    tile, one_round = (
+        blocks.GEMM_TILE[0] * blocks.GEMM_TILE[1],
+        blocks.PROCESSORS * blocks.GEMM_TILE[0],
+    )
     assert blocks._elements(one_round, blocks.GEMM_TILE[1]) == tile
-    assert blocks._elements(one_round + 1, blocks.GEMM_TILE[1]) == pytest.approx(1.5 * tile, rel=1e-3)
+    assert blocks._elements(one_round + 1, blocks.GEMM_TILE[1]) == pytest.approx(
+        1.5 * tile, rel=1e-3
+    )
 
 
 def test_a_main_grad_is_counted_in_every_plan():
-    """The only block of tokens reads and writes it, too: then two are as good as one, where each sums dH less often."""
+    """The only block of tokens reads and writes it, too: then two are as good as one, where each
+    sums dH less often."""
     budget = 8192 * 32064 * 2 // 8 + 4 * 8192 * 4096  # an eighth of the logits, and sums of dH
     returned, added = (
         blocks.recompute_blocks(blocks.Sizes(8192, 32064, 4096, 2, True, weight_sums), budget)
@@ -228,28 +296,45 @@ def test_auto_says_what_it_does(caplog, monkeypatch):
     hidden, weight, _, labels, _ = tensors()
     hidden.requires_grad_()
     with caplog.at_level(logging.INFO, "tp_headloss"):
-        for head in (HeadLoss(), HeadLoss(reduction="none"), HeadLoss([Term("own", lambda s: s.lse)])):
+        for head in (
+            HeadLoss(),
+            HeadLoss(reduction="none"),
+            HeadLoss([Term("own", lambda s: s.lse)]),
+        ):
             head.linear(hidden, weight, labels)
         with torch.no_grad():
             HeadLoss().linear(hidden, weight, labels)
-    assert [record.message for record in caplog.records] == ["linear head: one sweep", "linear head: recompute"]
+    assert [record.message for record in caplog.records] == [
+        "linear head: one sweep",
+        "linear head: recompute",
+    ]
     with caplog.at_level(logging.DEBUG, "tp_headloss"):
         HeadLoss().linear(hidden, weight, labels)
-        monkeypatch.setattr(blocks, "one_sweep_tokens", lambda *_: 40)  # blocks that are too small to be fast
+        # blocks that are too small to be fast
+        monkeypatch.setattr(blocks, "one_sweep_tokens", lambda *_: 40)
         HeadLoss().linear(hidden, weight, labels)
-    assert [record.message for record in caplog.records[2:]] == ["linear head: one sweep", "linear head: recompute"]
+    assert [record.message for record in caplog.records[2:]] == [
+        "linear head: one sweep",
+        "linear head: recompute",
+    ]
 
 
 def test_the_mode_of_a_repeated_call_follows_gradients(caplog):
     hidden, weight, _, labels, _ = tensors()
     head, divisor = HeadLoss(), torch.tensor(5.0)
     trained = divisor.clone().requires_grad_()
-    cases = [(True, divisor, "one sweep"), (False, divisor, "recompute"), (True, trained, "recompute")]
+    cases = [
+        (True, divisor, "one sweep"),
+        (False, divisor, "recompute"),
+        (True, trained, "recompute"),
+    ]
     with caplog.at_level(logging.DEBUG, "tp_headloss"):
         for enabled, denominator, _ in 2 * cases:
             with torch.set_grad_enabled(enabled):
                 head.linear(hidden.requires_grad_(), weight, labels, denominator=denominator)
-    assert [record.message for record in caplog.records] == [f"linear head: {mode}" for *_, mode in 2 * cases]
+    assert [record.message for record in caplog.records] == [
+        f"linear head: {mode}" for *_, mode in 2 * cases
+    ]
 
 
 def trainable_run(group, device, needs, mode):

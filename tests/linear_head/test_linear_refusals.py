@@ -19,12 +19,23 @@ def test_one_sweep_refuses_what_it_cannot_do():
     for head, kwargs, words in (
         (hl.HeadLoss(reduction="none"), {}, "loss per token"),
         (hl.HeadLoss([hl.Term("own", lambda s: s.lse)]), {}, "declared tokenwise"),
-        (hl.HeadLoss([hl.CrossEntropy(class_weight=torch.ones(V))]), {}, "denominators of their own"),
+        (
+            hl.HeadLoss([hl.CrossEntropy(class_weight=torch.ones(V))]),
+            {},
+            "denominators of their own",
+        ),
         (hl.HeadLoss(), {"token_weight": weights.clone().requires_grad_()}, "require a gradient"),
-        (hl.HeadLoss(), {"hidden": hidden.half(), "weight": weight.half()}, "float16 gradients underflow"),
+        (
+            hl.HeadLoss(),
+            {"hidden": hidden.half(), "weight": weight.half()},
+            "float16 gradients underflow",
+        ),
     ):
         with pytest.raises(ValueError, match=words):
-            head.linear(**{"hidden": hidden, "weight": weight, "labels": labels, "linear": one_sweep} | kwargs)
+            head.linear(
+                **{"hidden": hidden, "weight": weight, "labels": labels, "linear": one_sweep}
+                | kwargs
+            )
     out = hl.HeadLoss().linear(hidden, weight, labels, linear=one_sweep)
     with pytest.raises(RuntimeError, match="mode='recompute'"):
         (out.loss + out.stats.log_prob.sum()).backward()
@@ -33,16 +44,27 @@ def test_one_sweep_refuses_what_it_cannot_do():
 
 
 BAD = {  # others are in tests/helpers/odd_inputs.py
-    "gather them first": lambda h, w, y: hl.Linear(max_valid_tokens=3, hidden_grad="reduce_scatter"),
-    "got none": lambda h, w, y: hl.linear_vocab_statistics(h, w, linear=hl.Linear(max_valid_tokens=3)),
+    "gather them first": lambda h, w, y: hl.Linear(
+        max_valid_tokens=3, hidden_grad="reduce_scatter"
+    ),
+    "got none": lambda h, w, y: hl.linear_vocab_statistics(
+        h, w, linear=hl.Linear(max_valid_tokens=3)
+    ),
     "copy the teacher": lambda h, w, y: hl.linear_vocab_statistics(
-        h, w, y, teacher=a_teacher("logits", "cpu"), want=FULL_TEACHER, linear=hl.Linear(max_valid_tokens=3)
+        h,
+        w,
+        y,
+        teacher=a_teacher("logits", "cpu"),
+        want=FULL_TEACHER,
+        linear=hl.Linear(max_valid_tokens=3),
     ),
     r"weight must have shape \[200, 24\] of the shard and hidden states, got": lambda h, w, y: (
         hl.linear_vocab_statistics(h, w[:, :5], y)
     ),
     "bias must have shape": lambda h, w, y: hl.linear_vocab_statistics(h, w, y, bias=w[:5, 0]),
-    "upstream is of": lambda h, w, y: hl.linear_vocab_statistics(h, w, y, linear=hl.Linear(upstream=1.0)),
+    "upstream is of": lambda h, w, y: hl.linear_vocab_statistics(
+        h, w, y, linear=hl.Linear(upstream=1.0)
+    ),
     r"got \[H\]": lambda h, w, y: hl.linear_vocab_statistics(
         h[0], w, y[0], linear=hl.Linear(hidden_grad="reduce_scatter")
     ),
@@ -64,17 +86,23 @@ def test_shapes_are_checked_before_tokens_are_dropped():
         lambda: hl.HeadLoss().linear(hidden, weight, labels[:5], linear=few),
         lambda: hl.HeadLoss().linear(rows, weight, labels.view(11, 4), linear=few),
         lambda: hl.linear_vocab_statistics(hidden[:5], weight, labels, linear=few),
-        lambda: hl.linear_vocab_statistics(rows, weight, labels.view(4, 11), transform=turned, linear=few),
+        lambda: hl.linear_vocab_statistics(
+            rows, weight, labels.view(4, 11), transform=turned, linear=few
+        ),
     ):
         with pytest.raises(ValueError, match="must have shape"):
             call()
     labels[30] = V
     for linear in (few, hl.Linear(max_valid_tokens=1)):
         with pytest.raises(ValueError, match="label of token 30"):
-            hl.linear_vocab_statistics(hidden, weight, labels, linear=linear, options=hl.Options(check=True))
+            hl.linear_vocab_statistics(
+                hidden, weight, labels, linear=linear, options=hl.Options(check=True)
+            )
     valid = int((labels != -100).sum())
     with pytest.raises(ValueError, match=f"at least the number of valid tokens, {valid}, got 30"):
-        hl.HeadLoss(options=hl.Options(check=True)).linear(hidden, weight, labels.clamp(max=V - 1), linear=few)
+        hl.HeadLoss(options=hl.Options(check=True)).linear(
+            hidden, weight, labels.clamp(max=V - 1), linear=few
+        )
 
 
 def test_check_numbers_the_tokens_of_the_call_though_ignored_ones_are_dropped():
@@ -83,19 +111,28 @@ def test_check_numbers_the_tokens_of_the_call_though_ignored_ones_are_dropped():
     few, ids = hl.Linear(max_valid_tokens=len(labels)), labels.clamp(min=0)[:, None].repeat(1, 2)
     ids[20, 1] = V
     checked = hl.Options(check=True)
-    for name, inputs in (("log_probs_at", {"ids": ids}), ("set_log_prob", {"sets": hl.IdSets(ids)})):
+    for name, inputs in (
+        ("log_probs_at", {"ids": ids}),
+        ("set_log_prob", {"sets": hl.IdSets(ids)}),
+    ):
         term = hl.Term("own", lambda stats: stats.lse, want=(name,))
         with pytest.raises(ValueError, match="of token 20 "):
-            hl.HeadLoss([term], options=checked).linear(hidden, weight, labels, inputs=inputs, linear=few)
+            hl.HeadLoss([term], options=checked).linear(
+                hidden, weight, labels, inputs=inputs, linear=few
+            )
         with pytest.raises(ValueError, match="of token 20 "):
-            hl.linear_vocab_statistics(hidden, weight, labels, want=(name,), linear=few, options=checked, **inputs)
+            hl.linear_vocab_statistics(
+                hidden, weight, labels, want=(name,), linear=few, options=checked, **inputs
+            )
 
 
 def test_one_sweep_knows_what_it_cannot_differentiate(caplog, monkeypatch):
     hidden, weight, _, labels, _ = tensors()
     scale = torch.tensor(2.0, requires_grad=True)
     own = hl.HeadLoss([hl.Term("own", lambda stats: -scale * stats.log_prob, tokenwise=True)])
-    with pytest.raises(ValueError, match="'one_sweep' is not possible: a tokenwise term depends on something else"):
+    with pytest.raises(
+        ValueError, match="'one_sweep' is not possible: a tokenwise term depends on something else"
+    ):
         own.linear(hidden.requires_grad_(), weight, labels, linear=hl.Linear("one_sweep"))
     known = hl.HeadLoss().linear(hidden, weight, labels)
     plain = torch.autograd.grad(known.loss, hidden)[0]
@@ -103,12 +140,16 @@ def test_one_sweep_knows_what_it_cannot_differentiate(caplog, monkeypatch):
     monkeypatch.setattr("tp_headloss.linear_head.call._logged_modes", set())
     with caplog.at_level("INFO", "tp_headloss"):
         for _ in range(2):
-            d_scale, found = torch.autograd.grad(own.linear(hidden, weight, labels).loss, [scale, hidden])
+            d_scale, found = torch.autograd.grad(
+                own.linear(hidden, weight, labels).loss, [scale, hidden]
+            )
             assert_close(d_scale, known.loss.detach())
             assert_close(found, 2 * plain)
     why = "linear head: no one sweep, because a tokenwise term depends on something else that requires a gradient"
     assert caplog.messages == [why, "linear head: recompute"]
-    constant = hl.HeadLoss([hl.Term("constant", lambda stats: stats.log_prob.detach(), tokenwise=True)])
+    constant = hl.HeadLoss(
+        [hl.Term("constant", lambda stats: stats.log_prob.detach(), tokenwise=True)]
+    )
     loss = constant.linear(hidden, weight, labels).loss
     assert not torch.autograd.grad(loss, hidden)[0].any()
 
@@ -126,7 +167,9 @@ def test_one_sweep_looks_at_every_block_for_something_else_that_is_trained(token
     def function(stats):
         calls.append(stats.labels.numel())
         hard = stats.labels == V - 1
-        return -torch.where(hard, scale, 1.0) * stats.log_prob if bool(hard.any()) else -stats.log_prob
+        return (
+            -torch.where(hard, scale, 1.0) * stats.log_prob if bool(hard.any()) else -stats.log_prob
+        )
 
     own = hl.HeadLoss([hl.Term("own", function, tokenwise=True)])
 
@@ -138,10 +181,13 @@ def test_one_sweep_looks_at_every_block_for_something_else_that_is_trained(token
         want = torch.autograd.grad(run("recompute").loss, (scale, hidden))
         assert want[0] != 0
         calls.clear()
-        with pytest.raises(ValueError, match="'one_sweep' is not possible: a tokenwise term depends on something"):
+        with pytest.raises(
+            ValueError, match="'one_sweep' is not possible: a tokenwise term depends on something"
+        ):
             run("one_sweep")
         place = token if valid is None else int((labels[:token] != -100).sum())
-        assert len(calls) == place // calls[0] + 1 and calls[0] < N  # it raises in the token's block
+        # it raises in the token's block
+        assert len(calls) == place // calls[0] + 1 and calls[0] < N
         own.terms = own.terms  # nothing is known of them
         for _ in range(2):
             assert_close(torch.autograd.grad(run("auto").loss, (scale, hidden)), want)
@@ -159,7 +205,9 @@ def test_a_main_grad_that_has_a_part_of_the_gradient_is_named():
     linear = hl.Linear("one_sweep", budget=16 * 256 * 4, main_grad=True, upstream=1.0)
     own = hl.HeadLoss([hl.Term("own", function, tokenwise=True)])
     with small_blocks():
-        with pytest.raises(ValueError, match="main_grad has the gradients of the first blocks by now"):
+        with pytest.raises(
+            ValueError, match="main_grad has the gradients of the first blocks by now"
+        ):
             own.linear(hidden, weight, labels, linear=linear)
         weight.main_grad.zero_()
         with pytest.raises(ValueError, match="'one_sweep' is not possible: a tokenwise term"):
@@ -168,9 +216,14 @@ def test_a_main_grad_that_has_a_part_of_the_gradient_is_named():
 
 
 def test_a_call_after_an_equal_one_is_not_checked_again_but_by_what_may_differ(monkeypatch, device):
-    """Results and gradients are those of the first call; other operands, heads and missing memory are noticed."""
+    """Results and gradients are those of the first call; other operands, heads and missing memory
+    are noticed."""
     hidden, weight = torch.randn(6, 8, device=device), torch.randn(12, 8, device=device)
-    labels, shard, modes = torch.arange(6, device=device), hl.VocabShard(0, 12, 12), ("recompute", "one_sweep", "auto")
+    labels, shard, modes = (
+        torch.arange(6, device=device),
+        hl.VocabShard(0, 12, 12),
+        ("recompute", "one_sweep", "auto"),
+    )
     known = hl.HeadLoss(metrics="entropy")
 
     def run(linear, given=shard, x=hidden, y=labels, head=known):
@@ -178,9 +231,16 @@ def test_a_call_after_an_equal_one_is_not_checked_again_but_by_what_may_differ(m
         w.main_grad = torch.zeros(w.shape, device=device)
         out = head.linear(x, w, y, shard=given, linear=linear)
         out.loss.backward()
-        return out.loss.detach(), out.metrics["entropy"], x.grad, w.main_grad if linear.main_grad else w.grad
+        return (
+            out.loss.detach(),
+            out.metrics["entropy"],
+            x.grad,
+            w.main_grad if linear.main_grad else w.grad,
+        )
 
-    options = [hl.Linear(mode, main_grad=main_grad) for mode in modes for main_grad in (False, True)]
+    options = [
+        hl.Linear(mode, main_grad=main_grad) for mode in modes for main_grad in (False, True)
+    ]
     first = [run(linear, given) for linear in options for given in (shard, None)]
     others = [run(linear, x=hidden * 2, y=labels.flip(0)) for linear in options]
     with monkeypatch.context() as patch:
@@ -191,12 +251,16 @@ def test_a_call_after_an_equal_one_is_not_checked_again_but_by_what_may_differ(m
         expected = run(linear, x=hidden * 2, y=labels.flip(0), head=hl.HeadLoss(metrics="entropy"))
         assert all(torch.equal(a, b) for a, b in zip(expected, found))
     with pytest.raises(ValueError, match=r"main_grad=True needs weight.main_grad"):
-        known.linear(hidden, weight.clone().requires_grad_(), labels, shard=shard, linear=options[1])
+        known.linear(
+            hidden, weight.clone().requires_grad_(), labels, shard=shard, linear=options[1]
+        )
     with pytest.raises(TypeError, match="must have one dtype"):
         known.linear(hidden, weight.half(), labels, shard=shard, linear=options[0])
     with torch.autocast(device if isinstance(device, str) else device.type, dtype=torch.bfloat16):
         half = known.linear(hidden, weight, labels, shard=shard, linear=options[0]).loss
-    assert not torch.equal(half, known.linear(hidden, weight, labels, shard=shard, linear=options[0]).loss)
+    assert not torch.equal(
+        half, known.linear(hidden, weight, labels, shard=shard, linear=options[0]).loss
+    )
 
 
 GIVEN = {  # what of a call may differ from that of the one before
@@ -213,10 +277,15 @@ def test_a_call_is_that_of_a_fresh_head_whatever_was_called_before(way):
     hidden, weight, labels = torch.randn(6, 8), torch.randn(12, 8), torch.arange(6)
 
     def fresh():
-        return hl.HeadLoss([hl.CrossEntropy(class_weight=torch.arange(1.0, 13.0)), hl.PolicyGradient("reinforce")])
+        return hl.HeadLoss(
+            [hl.CrossEntropy(class_weight=torch.arange(1.0, 13.0)), hl.PolicyGradient("reinforce")]
+        )
 
     def run(head, denominator, advantages, token_weight, grad):
-        x, given = hidden.clone().requires_grad_(), {"denominator": denominator, "token_weight": token_weight}
+        x, given = (
+            hidden.clone().requires_grad_(),
+            {"denominator": denominator, "token_weight": token_weight},
+        )
         call, operands = head, (x @ weight.T, labels)
         if way != "logits":
             call, operands, given["linear"] = head.linear, (x, weight, labels), hl.Linear(way)

@@ -1,4 +1,5 @@
-"""Destinations of a linear head's gradients: main_grad, tied embeddings, a declared upstream gradient."""
+"""Destinations of a linear head's gradients: main_grad, tied embeddings, a declared upstream
+gradient."""
 
 from dataclasses import replace
 
@@ -21,7 +22,8 @@ class Megatron(torch.nn.Parameter):
 
 def main_grad_weight(weight, flags=True, shared=False):
     weight = Megatron(weight.clone())
-    weight.main_grad = torch.full(weight.shape, BEFORE, device=weight.device)  # of other micro-batches
+    # of other micro-batches
+    weight.main_grad = torch.full(weight.shape, BEFORE, device=weight.device)
     if flags:
         weight.grad_added_to_main_grad = False
     if shared:
@@ -34,19 +36,27 @@ def main_grad_weight(weight, flags=True, shared=False):
 def test_main_grad_gets_the_weight_gradient_in_fp32(case, dtype, options, device):
     hidden, weight, _, labels, _ = (x.to(device) for x in tensors(dtype))
     hidden, weight, labels = hidden[:24], weight[:72], labels[:24] % 72
-    exact = F.cross_entropy(F.linear(*(o := [x.double().requires_grad_() for x in (hidden, weight)])), labels)
+    exact = F.cross_entropy(
+        F.linear(*(o := [x.double().requires_grad_() for x in (hidden, weight)])), labels
+    )
     exact = torch.autograd.grad(0.5 * exact, o)
     weight = main_grad_weight(weight)
     declared = 0.5 if "declared" in case else None
-    linear = Linear(mode=case.split(",")[0], main_grad=True, upstream=declared, budget=4 * 72 * H + 8 * 128 * 4)
+    linear = Linear(
+        mode=case.split(",")[0], main_grad=True, upstream=declared, budget=4 * 72 * H + 8 * 128 * 4
+    )
     hidden = hidden.requires_grad_()
     with small_blocks(8):
         head = HeadLoss([CrossEntropy()], options=options)
         loss = head.linear(hidden, weight, labels, linear=linear).loss
         (0.5 * loss).backward()
     assert weight.grad_added_to_main_grad and weight.grad is not None  # a dummy, for hooks
-    rounding = {torch.float32: 1e-6, torch.bfloat16: 6e-3}[dtype]  # of the logits and their gradient
-    assert relative(weight.main_grad - BEFORE, exact[1]) < rounding and relative(hidden.grad, exact[0]) < rounding
+    # of the logits and their gradient
+    rounding = {torch.float32: 1e-6, torch.bfloat16: 6e-3}[dtype]
+    assert (
+        relative(weight.main_grad - BEFORE, exact[1]) < rounding
+        and relative(hidden.grad, exact[0]) < rounding
+    )
 
 
 def test_main_grad_without_fullgraph_runs_in_eager(device):
@@ -118,7 +128,11 @@ def test_a_checkpointed_head(monkeypatch):
         owner = main_grad_weight(weight)
         direct = replace(linear, main_grad=True, upstream=1.0)
         with pytest.raises(RuntimeError, match="cannot be checkpointed"):
-            checkpoint(lambda h: head.linear(h, owner, labels, linear=direct).loss, operands[0], use_reentrant=False)
+            checkpoint(
+                lambda h: head.linear(h, owner, labels, linear=direct).loss,
+                operands[0],
+                use_reentrant=False,
+            )
     assert len(calls) == 1 + 2 and all(torch.equal(a, b) for a, b in zip(*grads))
     assert (owner.main_grad == BEFORE).all()
 
@@ -128,10 +142,16 @@ def test_main_grad_is_found_by_whoever_watches():
     hidden, weight, _, labels, _ = tensors()
     owner = main_grad_weight(weight)
     with Largest():
-        HeadLoss().linear(hidden, owner, labels, linear=Linear(mode="recompute", main_grad=True)).loss.backward()
+        HeadLoss().linear(
+            hidden, owner, labels, linear=Linear(mode="recompute", main_grad=True)
+        ).loss.backward()
     assert owner.grad_added_to_main_grad and not (owner.main_grad == BEFORE).all()
     frozen = weight.clone()
-    loss = HeadLoss().linear(hidden.requires_grad_(), frozen, labels, linear=Linear(main_grad=True)).loss
+    loss = (
+        HeadLoss()
+        .linear(hidden.requires_grad_(), frozen, labels, linear=Linear(main_grad=True))
+        .loss
+    )
     assert torch.autograd.grad(loss, hidden)[0].any()
     owner = main_grad_weight(weight)
     declared = torch.tensor(1.0)
@@ -144,7 +164,11 @@ def test_main_grad_is_found_by_whoever_watches():
 
 def test_gradients_are_let_go_with_the_graph():
     hidden, weight, _, labels, _ = tensors()
-    loss = HeadLoss().linear(hidden.requires_grad_(), weight, labels, linear=Linear(mode="one_sweep")).loss
+    loss = (
+        HeadLoss()
+        .linear(hidden.requires_grad_(), weight, labels, linear=Linear(mode="one_sweep"))
+        .loss
+    )
     loss.backward()
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
@@ -153,6 +177,9 @@ def test_gradients_are_let_go_with_the_graph():
 @pytest.mark.parametrize("add", [False, True])
 def test_a_scaled_gradient_is_written_or_added(add, backend, device):
     for dtype in (torch.float32, torch.bfloat16):
-        out, x = torch.ones(5, dtype=dtype, device=device), torch.arange(5.0, device=device).to(dtype)
+        out, x = (
+            torch.ones(5, dtype=dtype, device=device),
+            torch.arange(5.0, device=device).to(dtype),
+        )
         load_backend(backend).scale(out, x, torch.tensor(2.0, device=device), add=add)
         assert out.tolist() == [2.0 * i + add for i in range(5)]

@@ -28,14 +28,24 @@ CAPPED = {"scale": 0.6, "softcap": 4.0}
 def teacher_tensors(dtype=torch.float32):
     """hidden [N, H_T], weight [V, H_T], bias [V], temperatures [N]"""
     generator = torch.Generator().manual_seed(11)
-    hidden, weight, bias = (torch.randn(shape, generator=generator) for shape in ((N, H_T), (V, H_T), (V,)))
-    return hidden.to(dtype), (0.4 * weight).to(dtype), bias.to(dtype), torch.rand(N, generator=generator) + 0.7
+    hidden, weight, bias = (
+        torch.randn(shape, generator=generator) for shape in ((N, H_T), (V, H_T), (V,))
+    )
+    return (
+        hidden.to(dtype),
+        (0.4 * weight).to(dtype),
+        bias.to(dtype),
+        torch.rand(N, generator=generator) + 0.7,
+    )
 
 
 def head_run(group, device, boundaries, backend, mode, how):
-    """Loss and statistics, and gradients of hidden states and weight shard; a teacher that requires gradients."""
+    """Loss and statistics, and gradients of hidden states and weight shard; a teacher that requires
+    gradients."""
     hidden, weight, bias, labels, _ = (x.to(device) for x in tensors())
-    teacher_hidden, teacher_weight, teacher_bias, temperatures = (x.to(device) for x in teacher_tensors())
+    teacher_hidden, teacher_weight, teacher_bias, temperatures = (
+        x.to(device) for x in teacher_tensors()
+    )
     shard = hl.VocabShard.from_boundaries(boundaries or [0, V], TRUE_V, group)
     local, rank = slice(shard.start, shard.stop), 0 if group is None else group.rank()
     if how == "reduce_scatter":
@@ -43,7 +53,12 @@ def head_run(group, device, boundaries, backend, mode, how):
     operands = [x.clone().requires_grad_() for x in (hidden, weight[local], bias[local])]
     frozen = [x.clone().requires_grad_() for x in (teacher_hidden, teacher_weight[local])]
     teacher = hl.TeacherHead(
-        *frozen, teacher_bias[local], hl.Transform(**CAPPED), temperatures, student_temperature=1.4, beta=0.3
+        *frozen,
+        teacher_bias[local],
+        hl.Transform(**CAPPED),
+        temperatures,
+        student_temperature=1.4,
+        beta=0.3,
     )
     names = "forward_kl", "reverse_kl", "total_variation", "cross_entropy"
     terms = [hl.CrossEntropy(), hl.Distillation(0.5, "jsd", temperature_squared=True)]
@@ -56,7 +71,11 @@ def head_run(group, device, boundaries, backend, mode, how):
         )  # fmt: skip
         out.loss.backward()
     assert all(x.grad is None for x in frozen)
-    return out.loss.detach(), *(x.grad.cpu() for x in operands), [getattr(out.stats, n).detach() for n in FULL_TEACHER]
+    return (
+        out.loss.detach(),
+        *(x.grad.cpu() for x in operands),
+        [getattr(out.stats, n).detach() for n in FULL_TEACHER],
+    )
 
 
 def truth():
@@ -66,11 +85,16 @@ def truth():
     operands = [x.double().requires_grad_() for x in (hidden, weight, bias)]
     z = (F.linear(*operands) / 1.0)[:, :TRUE_V]
     u, _ = transformed(
-        F.linear(teacher_hidden.double(), teacher_weight.double()), teacher_bias, temperature=temperatures, **CAPPED
+        F.linear(teacher_hidden.double(), teacher_weight.double()),
+        teacher_bias,
+        temperature=temperatures,
+        **CAPPED,
     )
     found = divergences(z / 1.4, u[:, :TRUE_V], 0.3)
     loss = F.cross_entropy(z, labels, reduction="none")
-    loss = loss + 0.5 * (found["forward_kl"] + found["reverse_kl"] + found["total_variation"] + 1.4**2 * found["jsd"])
+    loss = loss + 0.5 * (
+        found["forward_kl"] + found["reverse_kl"] + found["total_variation"] + 1.4**2 * found["jsd"]
+    )
     loss = loss + 0.5 * (found["forward_kl"] + found["teacher_entropy"])
     valid = labels != -100
     total = torch.where(valid, loss, 0.0).sum()
@@ -87,13 +111,16 @@ def truth():
     ],
 )  # fmt: skip
 def test_losses_and_gradients_equal_float64(world_size, how, backend, mode):
-    """Uneven, empty and padded shards, bias, softcap, temperatures per token, several blocks of tokens and ids."""
+    """Uneven, empty and padded shards, bias, softcap, temperatures per token, several blocks of
+    tokens and ids."""
     results = on_ranks(world_size, head_run, UNEVEN[world_size], backend, mode, how)
     loss, *grads, values = truth()
     for result in results:
         assert relative(result[0].cpu(), loss) < 2e-6
         for name, ours, expected in zip(FULL_TEACHER, result[4], values):
-            torch.testing.assert_close(ours.double().cpu(), expected, rtol=5e-6, atol=5e-6, msg=name)
+            torch.testing.assert_close(
+                ours.double().cpu(), expected, rtol=5e-6, atol=5e-6, msg=name
+            )
             assert torch.equal(ours.cpu(), results[0][4][FULL_TEACHER.index(name)].cpu())
     for got, expected in zip(joined(results, how)[1:], grads):
         assert relative(got, expected) < 5e-6
@@ -102,11 +129,14 @@ def test_losses_and_gradients_equal_float64(world_size, how, backend, mode):
 @BOTH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_head_has_the_bits_of_its_materialised_logits(mode, dtype, backend, device):
-    """In one block, where the GEMM is the same; also of a teacher in another dtype than the student's."""
+    """In one block, where the GEMM is the same; also of a teacher in another dtype than the
+    student's."""
     n, v = (12, 72) if backend == "triton" else (N, V)
     hidden, weight, _, labels, _ = (x.to(device) for x in tensors())
     hidden, weight, labels = hidden[:n], weight[:v], labels[:n] % v
-    teacher_hidden, teacher_weight = (x[:k].to(device) for x, k in zip(teacher_tensors(dtype), (n, v)))
+    teacher_hidden, teacher_weight = (
+        x[:k].to(device) for x, k in zip(teacher_tensors(dtype), (n, v))
+    )
     names = "forward_kl", "reverse_kl", "jsd", "total_variation"
     terms = [hl.CrossEntropy(), *(hl.Distillation(1.0, name) for name in names)]
     head = hl.HeadLoss(terms, metrics=("teacher_entropy",), options=hl.Options(backend=backend))
@@ -116,7 +146,9 @@ def test_a_head_has_the_bits_of_its_materialised_logits(mode, dtype, backend, de
         hl.TeacherHead(teacher_hidden, teacher_weight, temperature=1.7, student_temperature=2.0),
     ):
         operands = [x.clone().requires_grad_() for x in (hidden, weight)]
-        out = head.linear(*operands, labels, inputs={"teacher": teacher}, linear=hl.Linear(mode=mode))
+        out = head.linear(
+            *operands, labels, inputs={"teacher": teacher}, linear=hl.Linear(mode=mode)
+        )
         values = [getattr(out.stats, name) for name in FULL_TEACHER]
         results.append((out.loss, *torch.autograd.grad(out.loss, operands), *values))
     assert all(torch.equal(a, b) for a, b in zip(*results))
@@ -136,7 +168,10 @@ def test_half_precision_students_and_autocast():
     for name in FULL_TEACHER:
         assert torch.equal(getattr(both[0], name), getattr(both[1], name))
     mixed = hl.TeacherHead(teacher_hidden, teacher_weight.bfloat16())
-    with pytest.raises(TypeError, match=r"teacher: hidden states and weight must have one dtype, got torch\.float32"):
+    with pytest.raises(
+        TypeError,
+        match=r"teacher: hidden states and weight must have one dtype, got torch\.float32",
+    ):
         hl.linear_vocab_statistics(hidden, weight, labels, teacher=mixed, want=FULL_TEACHER)
 
 
@@ -145,21 +180,30 @@ def test_logits_with_a_bias_or_a_softcap_are_not_rounded_in_between():
     half, half_weight, bias, _ = teacher_tensors(torch.bfloat16)
     teacher = hl.TeacherHead(half, half_weight, bias, hl.Transform(**CAPPED))
     exact, _ = transformed(F.linear(half.double(), half_weight.double()), bias, **CAPPED)
-    stats = hl.linear_vocab_statistics(hidden, weight, labels, teacher=teacher, want=("teacher_entropy",))
+    stats = hl.linear_vocab_statistics(
+        hidden, weight, labels, teacher=teacher, want=("teacher_entropy",)
+    )
     expected = -(exact.softmax(-1) * exact.log_softmax(-1)).sum(-1)
     expected = torch.where(labels == -100, 0.0, expected)
     torch.testing.assert_close(stats.teacher_entropy.double(), expected, rtol=3e-6, atol=0)
 
 
 def own_head_run(group, device, mode):
-    """Two depths of multi-token prediction distilled from the main head, whose hidden states are shifted."""
+    """Two depths of multi-token prediction distilled from the main head, whose hidden states are
+    shifted."""
     hidden, weight, _, labels, _ = (x.to(device) for x in tensors())
     shard = hl.VocabShard.from_group(group, V)
-    main, depths = hidden.view(4, 11, H), torch.stack([hidden, 0.5 * hidden]).view(2, 4, 11, H).requires_grad_()
+    main, depths = (
+        hidden.view(4, 11, H),
+        torch.stack([hidden, 0.5 * hidden]).view(2, 4, 11, H).requires_grad_(),
+    )
     weight = weight[shard.start : shard.stop].clone().requires_grad_()
     targets, _ = hl.multi_token_targets(labels.view(4, 11), 2)
-    teacher = torch.stack([main.roll(-depth, 1) for depth in (1, 2)])  # what rolls over belongs to ignored tokens
-    head = hl.HeadLoss([hl.Distillation(1.0, "cross_entropy")], options=hl.Options(transport="gather"))
+    # what rolls over belongs to ignored tokens
+    teacher = torch.stack([main.roll(-depth, 1) for depth in (1, 2)])
+    head = hl.HeadLoss(
+        [hl.Distillation(1.0, "cross_entropy")], options=hl.Options(transport="gather")
+    )
     with counted_collectives() as forward:
         out = head.linear(
             depths, weight, targets[1:], shard=shard, inputs={"teacher": hl.TeacherHead(teacher, weight)},
@@ -173,14 +217,18 @@ def own_head_run(group, device, mode):
 @BOTH
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_multi_token_prediction_learns_from_the_main_head(mode, world_size):
-    """The weight is the teacher's, too, and gets the student's gradient alone; one collective for all depths."""
+    """The weight is the teacher's, too, and gets the student's gradient alone; one collective for
+    all depths."""
     hidden, weight, _, labels, _ = tensors()
     main = F.linear(hidden, weight).double().view(4, 11, V)
     targets, _ = hl.multi_token_targets(labels.view(4, 11), 2)
     operands = [torch.stack([hidden, 0.5 * hidden]).double().view(2, 4, 11, H), weight.double()]
     operands = [x.requires_grad_() for x in operands]
     log_p, valid = F.linear(*operands).log_softmax(-1), targets[1:] != -100
-    parts = [-(main[:, d:].softmax(-1) * log_p[d - 1, :, :-d]).sum(-1)[valid[d - 1, :, :-d]].sum() for d in (1, 2)]
+    parts = [
+        -(main[:, d:].softmax(-1) * log_p[d - 1, :, :-d]).sum(-1)[valid[d - 1, :, :-d]].sum()
+        for d in (1, 2)
+    ]
     loss = sum(parts) / valid.sum()
     of_hidden, of_weight = torch.autograd.grad(loss, operands)
     results = on_ranks(world_size, own_head_run, mode)
@@ -194,7 +242,8 @@ DRAFT = torch.randperm(TRUE_V, generator=torch.Generator().manual_seed(2))[:50]
 
 
 def draft_run(group, device, boundaries, draft_boundaries, as_dtensor):
-    """A student over 50 of the teacher's ids, sharded by themselves; all rows and biases that were selected."""
+    """A student over 50 of the teacher's ids, sharded by themselves; all rows and biases that were
+    selected."""
     hidden, weight, *_ = (x.to(device) for x in tensors())
     teacher_hidden, teacher_weight, teacher_bias, _ = (x.to(device) for x in teacher_tensors())
     shard = hl.VocabShard.from_boundaries(boundaries or [0, V], TRUE_V, group)
@@ -212,8 +261,13 @@ def draft_run(group, device, boundaries, draft_boundaries, as_dtensor):
     weight = F.pad(weight[:50], (0, 0, 0, 10))[to.start : to.stop]
     found = hl.linear_vocab_statistics(hidden, weight, shard=to, teacher=teacher, want=FULL_TEACHER)
     here = DRAFT[to.start : to.start + to.valid_width].to(device)
-    assert torch.equal(selected[: to.valid_width], teacher_weight[here]) and not selected[to.valid_width :].any()
-    assert selected.shape == (to.width, H_T) and torch.equal(bias[: to.valid_width], teacher_bias[here])
+    assert (
+        torch.equal(selected[: to.valid_width], teacher_weight[here])
+        and not selected[to.valid_width :].any()
+    )
+    assert selected.shape == (to.width, H_T) and torch.equal(
+        bias[: to.valid_width], teacher_bias[here]
+    )
     return (found.forward_kl + found.teacher_entropy).double().cpu(), selected.requires_grad
 
 
@@ -222,13 +276,18 @@ def draft_run(group, device, boundaries, draft_boundaries, as_dtensor):
     [(1, None, None, False), (2, [0, 130, 200], None, False), (2, [0, 100, 200], [0, 50, 60], True),
      (4, UNEVEN[4], [0, 0, 20, 45, 55], False)],
 )  # fmt: skip
-def test_a_draft_vocabulary_takes_the_rows_of_its_ids(world_size, boundaries, draft_boundaries, as_dtensor):
-    """EAGLE-3: the student's 50 ids are some of the teacher's 200, over which the teacher is normalised."""
+def test_a_draft_vocabulary_takes_the_rows_of_its_ids(
+    world_size, boundaries, draft_boundaries, as_dtensor
+):
+    """EAGLE-3: the student's 50 ids are some of the teacher's 200, over which the teacher is
+    normalised."""
     hidden, weight, *_ = tensors()
     teacher_hidden, teacher_weight, teacher_bias, _ = teacher_tensors()
     q = F.linear(teacher_hidden, teacher_weight, teacher_bias)[:, DRAFT].double().softmax(-1)
     expected = -(q * F.linear(hidden, weight[:50]).double().log_softmax(-1)).sum(-1)
-    for found, needs_gradient in on_ranks(world_size, draft_run, boundaries, draft_boundaries, as_dtensor):
+    for found, needs_gradient in on_ranks(
+        world_size, draft_run, boundaries, draft_boundaries, as_dtensor
+    ):
         torch.testing.assert_close(found, expected, rtol=2e-6, atol=0)
         assert not needs_gradient
 
@@ -260,13 +319,21 @@ def bad_selection(group, device, wrong):
         ("ids of a rank", "ranks must agree on ids"),
         ("rows", r"on rank 1 of the group: weight must have the shard's 100 rows .*, got 99"),
         ("beyond", r"ids must be in \[0, 200\), got \[200\]"),
-        ("gap", r"the shards of the group must cover \[0, 50\) once, got \[\[0, 25\], \[30, 50\]\]"),
-        ("shard", "must shard the 50 ids over the group of the weight's shard, got a shard of 49 ids"),
+        (
+            "gap",
+            r"the shards of the group must cover \[0, 50\) once, got \[\[0, 25\], \[30, 50\]\]",
+        ),
+        (
+            "shard",
+            "must shard the 50 ids over the group of the weight's shard, got a shard of 49 ids",
+        ),
     ],
 )
 def test_a_wrong_selection_of_rows_is_refused_on_all_ranks(wrong, expected):
     for rank, message in enumerate(on_ranks(2, bad_selection, wrong)):
-        assert re.search(expected.replace("on rank 1 of the group: ", "") if rank else expected, message)
+        assert re.search(
+            expected.replace("on rank 1 of the group: ", "") if rank else expected, message
+        )
 
 
 @BOTH
@@ -287,7 +354,9 @@ def test_ignored_tokens_are_dropped_from_the_teacher_as_well(mode):
     # rows of ignored tokens are never looked at
     out, grads = run(replace(teacher, hidden=teacher_hidden.masked_fill(nothing, torch.nan)), count)
     torch.testing.assert_close(out.loss, expected.loss, rtol=1e-6, atol=0)
-    torch.testing.assert_close(out.stats.forward_kl, expected.stats.forward_kl, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        out.stats.forward_kl, expected.stats.forward_kl, rtol=1e-5, atol=1e-5
+    )
     assert all(relative(a, b) < 3e-6 for a, b in zip(grads, expected_grads))
 
 
@@ -299,20 +368,27 @@ def test_no_logits_exist_as_a_whole(mode, monkeypatch):
     width, hidden_size, buffers = 512, 4, 2
     budget = buffers * 16 * 512 * 4
     for tokens in (128, 512):
-        hidden, weight = torch.randn(tokens, hidden_size).requires_grad_(), torch.randn(width, hidden_size)
+        hidden, weight = (
+            torch.randn(tokens, hidden_size).requires_grad_(),
+            torch.randn(width, hidden_size),
+        )
         teacher = hl.TeacherHead(torch.randn(tokens, 3), torch.randn(width, 3))
         labels, head = torch.randint(width, (tokens,)), hl.HeadLoss([hl.Distillation()])
         weight.requires_grad_()
         with small_blocks(), Largest() as largest:
             linear = hl.Linear(mode=mode, budget=budget)
-            head.linear(hidden, weight, labels, inputs={"teacher": teacher}, linear=linear).loss.backward()
+            head.linear(
+                hidden, weight, labels, inputs={"teacher": teacher}, linear=linear
+            ).loss.backward()
         per_token = 8 * 72  # packets of 8 chunks
         assert largest.bytes <= max(budget // buffers, tokens * per_token) < 4 * tokens * width
         if tokens == 128:
             assert largest.bytes >= budget // buffers // 2
     with small_blocks(), pytest.raises(ValueError, match="budget must be at least"):
         linear = hl.Linear(mode=mode, budget=budget // buffers)  # enough for the student alone
-        head.linear(hidden, weight, labels, inputs={"teacher": teacher}, linear=linear).loss.backward()
+        head.linear(
+            hidden, weight, labels, inputs={"teacher": teacher}, linear=linear
+        ).loss.backward()
 
 
 def test_torch_compile_sees_one_graph():
@@ -321,7 +397,9 @@ def test_torch_compile_sees_one_graph():
     head = hl.HeadLoss([hl.CrossEntropy(), hl.Distillation(temperature_squared=True)])
 
     def loss_of(hidden, weight, teacher_hidden, teacher_weight):
-        teacher = hl.TeacherHead(teacher_hidden, teacher_weight, teacher_bias, hl.Transform(**CAPPED), temperatures)
+        teacher = hl.TeacherHead(
+            teacher_hidden, teacher_weight, teacher_bias, hl.Transform(**CAPPED), temperatures
+        )
         return head.linear(hidden, weight, labels, inputs={"teacher": teacher}).loss
 
     results = []
@@ -347,11 +425,15 @@ def top_run(group, device):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_top_k_of_a_head(world_size):
     teacher_hidden, teacher_weight, bias, temperatures = teacher_tensors()
-    u, _ = transformed(F.linear(teacher_hidden, teacher_weight), bias, temperature=temperatures, **CAPPED)
+    u, _ = transformed(
+        F.linear(teacher_hidden, teacher_weight), bias, temperature=temperatures, **CAPPED
+    )
     expected = u[:, :TRUE_V].log_softmax(-1).topk(7)
     for top in on_ranks(world_size, top_run):
         assert torch.equal(top.ids.view(N, 7).cpu(), expected.indices)
-        torch.testing.assert_close(top.log_probs.view(N, 7).double().cpu(), expected.values, rtol=2e-6, atol=2e-6)
+        torch.testing.assert_close(
+            top.log_probs.view(N, 7).double().cpu(), expected.values, rtol=2e-6, atol=2e-6
+        )
     with pytest.raises(ValueError, match="its own weight and transform"):
         hl.topk_log_probs(hl.TeacherHead(teacher_hidden, teacher_weight), 7, weight=teacher_weight)
 
@@ -361,10 +443,12 @@ def call_with(h, w, y, t, **fields):
 
 
 BAD = {  # others are in tests/promises/test_spec.py
-    "TeacherHead is for linear heads, got logits: use HeadLoss.linear": lambda h, w, y, t: hl.vocab_statistics(
-        h @ w.t(), y, teacher=t, want=FULL_TEACHER
+    "TeacherHead is for linear heads, got logits: use HeadLoss.linear": lambda h, w, y, t: (
+        hl.vocab_statistics(h @ w.t(), y, teacher=t, want=FULL_TEACHER)
     ),
-    "use HeadLoss.linear": lambda h, w, y, t: hl.HeadLoss([hl.Distillation()])(h @ w.t(), y, inputs={"teacher": t}),
+    "use HeadLoss.linear": lambda h, w, y, t: hl.HeadLoss([hl.Distillation()])(
+        h @ w.t(), y, inputs={"teacher": t}
+    ),
     r"teacher\.weight must have shape \[200, H_t\] of the student's, got \[9, 17\]": (
         lambda h, w, y, t: call_with(h, w, y, t, weight=t.weight[:9])
     ),
@@ -381,7 +465,9 @@ BAD = {  # others are in tests/promises/test_spec.py
     r"teacher\.temperature must have shape \[44\] of hidden states, got \[3\]": (
         lambda h, w, y, t: call_with(h, w, y, t, temperature=torch.ones(3))
     ),
-    "temperature of a TeacherHead is its own": lambda h, w, y, t: replace(t, transform=hl.Transform(temperature=2.0)),
+    "temperature of a TeacherHead is its own": lambda h, w, y, t: replace(
+        t, transform=hl.Transform(temperature=2.0)
+    ),
     "twice": lambda h, w, y, t: replace(t, bias=w[:, 0], transform=hl.Transform(bias=w[:, 0])),
     "scale must be pos": lambda h, w, y, t: replace(t, transform=hl.Transform(scale=-1.0)),
 }

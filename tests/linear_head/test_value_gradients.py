@@ -4,8 +4,18 @@ import pytest
 import torch
 from linear_problem import H, N, V, a_teacher, small_blocks, tensors
 
-from tp_headloss import CrossEntropy, Distillation, Entropy, HeadLoss, Linear, Options, Sequences, Term, ZLoss
-from tp_headloss.head_loss import linear_modes
+from tp_headloss import (
+    CrossEntropy,
+    Distillation,
+    Entropy,
+    HeadLoss,
+    Linear,
+    Options,
+    Sequences,
+    Term,
+    ZLoss,
+)
+from tp_headloss.head_loss import linear_ways
 from tp_headloss.head_loss.terms import METRICS
 from tp_headloss.linear_head import one_sweep
 
@@ -34,14 +44,25 @@ def step(terms, how, backend, device="cpu"):
     n, v = (40, 72) if backend == "triton" else (N, V)
     labels = (labels % v).masked_fill(labels == -100, -100)[:n]
     operands = [x.clone().requires_grad_() for x in (hidden[:n].view(4, -1, H), weight[:v])]
-    inputs = {"teacher": a_teacher("logits", device, n, v)} if any(term.inputs for term in terms) else {}
+    inputs = (
+        {"teacher": a_teacher("logits", device, n, v)} if any(term.inputs for term in terms) else {}
+    )
     if inputs:
-        fields = {k: x.view(4, -1, *x.shape[1:]) for k, x in vars(inputs["teacher"]).items() if torch.is_tensor(x)}
+        fields = {
+            k: x.view(4, -1, *x.shape[1:])
+            for k, x in vars(inputs["teacher"]).items()
+            if torch.is_tensor(x)
+        }
         inputs["teacher"] = type(inputs["teacher"])(**{**vars(inputs["teacher"]), **fields})
     if how == "sequences":
         inputs["sequences"] = Sequences.from_mask((labels != -100).view(4, -1))
     if weight_dtype is not None:
-        weights = weights[:n].to(weight_dtype).index_fill(0, torch.tensor([1, 20], device=device), 0).view(4, -1)
+        weights = (
+            weights[:n]
+            .to(weight_dtype)
+            .index_fill(0, torch.tensor([1, 20], device=device), 0)
+            .view(4, -1)
+        )
     if isinstance(denominator, torch.Tensor):
         denominator = denominator.to(device)
     with small_blocks():
@@ -57,9 +78,11 @@ def step(terms, how, backend, device="cpu"):
 def test_gradients_have_the_bits_of_autograd(name, backend, device, monkeypatch):
     ways = list(REDUCTIONS) if backend == "torch" else ["half"]
     ours = {how: step(TERMS[name], how, backend, device) for how in ways}
-    monkeypatch.setattr(linear_modes, "value_gradients", lambda *_: None)
+    monkeypatch.setattr(linear_ways, "value_gradients", lambda *_: None)
     for how, found in ours.items():
-        assert all(torch.equal(a, b) for a, b in zip(found, step(TERMS[name], how, backend, device))), how
+        assert all(
+            torch.equal(a, b) for a, b in zip(found, step(TERMS[name], how, backend, device))
+        ), how
         assert found[1].any() == (how != "nothing")
 
 
@@ -71,6 +94,10 @@ def test_autograd_is_for_terms_that_are_more_than_statistics(monkeypatch):
     for terms in TERMS.values():
         step(terms, "mean", "torch")
     metric = Term("hits", StatisticValue("hits"))
-    for terms in ([CrossEntropy(label_smoothing=0.1)], [ZLoss(torch.tensor(0.1))], [metric, CrossEntropy()]):
+    for terms in (
+        [CrossEntropy(label_smoothing=0.1)],
+        [ZLoss(torch.tensor(0.1))],
+        [metric, CrossEntropy()],
+    ):
         with pytest.raises(AssertionError, match="autograd"):
             step(terms, "mean", "torch")

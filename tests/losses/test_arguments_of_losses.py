@@ -1,4 +1,5 @@
-"""Losses as plain functions refuse shapes that mean something else, unknown names, and numbers out of range."""
+"""Losses as plain functions refuse shapes that mean something else, unknown names, and numbers out
+of range."""
 
 import pytest
 import torch
@@ -26,18 +27,31 @@ TEACHER = TopKTeacher(torch.tensor([[2, 1]]), torch.tensor([[-0.4, -1.4]]), reno
 STATS = vocab_statistics(
     torch.tensor([[2.0, 1.0, 0.0]]),
     torch.tensor([0]),
-    want=("total", "topk_forward_kl", "topk_reverse_kl", "topk_jsd", "topk_log_mass", "tail_log_mass"),
+    want=(
+        "total",
+        "topk_forward_kl",
+        "topk_reverse_kl",
+        "topk_jsd",
+        "topk_log_mass",
+        "tail_log_mass",
+    ),
     teacher=TEACHER,
 )
 ZEROS = torch.zeros(B, S)
 OLD = {"log_prob": ZEROS, "advantages": torch.ones(B, S), "old_log_prob": ZEROS}
 
 REFUSED = {
-    r"class_weight must have shape \[3\], got \[4\]": lambda: losses.label_weight(STATS, torch.ones(4)),
+    r"class_weight must have shape \[3\], got \[4\]": lambda: losses.label_weight(
+        STATS, torch.ones(4)
+    ),
     "0 <= low <= inf and high >= 0, got": lambda: losses.cispo(**OLD, clip=(-0.2, 0.2)),
-    "high at least 1 for convention='bound', got": lambda: losses.cispo(**OLD, clip=(0, 0.28), convention="bound"),
+    "high at least 1 for convention='bound', got": lambda: losses.cispo(
+        **OLD, clip=(0, 0.28), convention="bound"
+    ),
     "level='sequence' needs sequences": lambda: losses.icepop(ZEROS, ZEROS, level="sequence"),
-    "V must be at least 2, got 1": lambda: losses.smoothed_cross_entropy(STATS._replace(vocab_size=1), 0.1, "megatron"),
+    "V must be at least 2, got 1": lambda: losses.smoothed_cross_entropy(
+        STATS._replace(vocab_size=1), 0.1, "megatron"
+    ),
 }
 
 
@@ -47,7 +61,9 @@ def test_what_a_loss_cannot_mean_is_refused(words):
         REFUSED[words]()
 
 
-@pytest.mark.parametrize("function", [losses.topk_forward_kl, losses.topk_reverse_kl, losses.topk_jsd])
+@pytest.mark.parametrize(
+    "function", [losses.topk_forward_kl, losses.topk_reverse_kl, losses.topk_jsd]
+)
 def test_a_tail_is_given_where_it_is_needed(function):
     with pytest.raises(ValueError, match=r"support='tail' needs log_tail.* got None"):
         function(STATS, "tail")
@@ -59,7 +75,9 @@ CLIPPED = [name for name, (function, _) in OBJECTIVES.items() if "clip" in funct
 @pytest.mark.parametrize("name", CLIPPED)
 def test_bounds_of_a_ratio_are_no_distances_for_any_objective(name):
     for clip in ((0.8, 1.2), (0.67, 1.5), (0.8, 5.0), (0.5, 2)):
-        with pytest.raises(ValueError, match=r"distances of .* which look like bounds of the ratio r: clip="):
+        with pytest.raises(
+            ValueError, match=r"distances of .* which look like bounds of the ratio r: clip="
+        ):
             PolicyGradient(name, clip=clip)
     with pytest.raises(ValueError, match=r"clip must be .low, high."):
         PolicyGradient(name, clip=(-0.2, 0.2))
@@ -69,11 +87,17 @@ def test_bounds_of_a_ratio_are_no_distances_for_any_objective(name):
 
 
 def test_what_a_message_advises_for_a_bound_is_the_bound():
-    words = {"cispo": "of r from 1.*clip=.0.2, 0.2.", "gmpo": "of log r from 0.*clip=.0.2231, 0.1823."}
+    words = {
+        "cispo": "of r from 1.*clip=.0.2, 0.2.",
+        "gmpo": "of log r from 0.*clip=.0.2231, 0.1823.",
+    }
     for name, said in words.items():
         with pytest.raises(ValueError, match=said):
             PolicyGradient(name, clip=(0.8, 1.2))
-    ratio, given = torch.tensor([9.0]), {"advantages": torch.ones(1), "old_log_prob": torch.zeros(1)}
+    ratio, given = (
+        torch.tensor([9.0]),
+        {"advantages": torch.ones(1), "old_log_prob": torch.zeros(1)},
+    )
     with pytest.raises(TypeError, match="epsilon_high") as error:
         CISPO(epsilon_high=5.0)
     advice = eval(f"dict({str(error.value).rpartition('write ')[2]})", {"epsilon_high": 5.0})
@@ -85,29 +109,42 @@ def test_cispos_lower_bound_is_not_looked_at_where_it_is_not_used():
 
 
 def test_a_budget_in_floating_point_is_that_many_bytes():
-    assert Linear(budget=1.5e6) == Linear(budget=1_500_000) and isinstance(Linear(budget=1.5e6).budget, int)
+    assert Linear(budget=1.5e6) == Linear(budget=1_500_000) and isinstance(
+        Linear(budget=1.5e6).budget, int
+    )
     hidden, weight = torch.ones(4, 8, requires_grad=True), torch.ones(16, 8, requires_grad=True)
-    HeadLoss().linear(hidden, weight, torch.zeros(4).long(), linear=Linear("recompute", budget=1e6)).loss.backward()
+    HeadLoss().linear(
+        hidden, weight, torch.zeros(4).long(), linear=Linear("recompute", budget=1e6)
+    ).loss.backward()
 
 
 X, IDS, MASK = torch.zeros(B, S, 4), torch.zeros(B, S).long(), torch.ones(B, S)
-SHARD, TERM = VocabShard(0, 4, 4), Term("own", lambda stats: stats.set_log_prob, want=("set_log_prob",))
+SHARD, TERM = (
+    VocabShard(0, 4, 4),
+    Term("own", lambda stats: stats.set_log_prob, want=("set_log_prob",)),
+)
 REMEDIES = {
-    r"temperature must have shape \[2, 3\] of logits, got \[2, 1\]: pass its .expand\(2, 3\)": lambda: HeadLoss()(
-        X, IDS, transform=Transform(temperature=torch.ones(B, 1))
+    r"temperature must have shape \[2, 3\] of logits, got \[2, 1\]: pass its .expand\(2, 3\)": lambda: (
+        HeadLoss()(X, IDS, transform=Transform(temperature=torch.ones(B, 1)))
     ),
     r"mask must be bool, got torch.float32: pass its .bool\(\)": lambda: Sequences.from_mask(MASK),
-    r"mask must be bool, got torch.int64: pass its .bool\(\)": lambda: Sequences.from_mask(MASK.long()),
-    r"'sequences' must be a Sequences, got Tensor: write Sequences.from_mask\(mask.bool\(\)\)": lambda: HeadLoss(
-        reduction="seq-mean-token-mean"
-    )(X, IDS, inputs={"sequences": MASK}),
-    r"sets.* got Tensor: write IdSets\(ids\)": lambda: HeadLoss([TERM])(X, IDS, inputs={"sets": IDS[..., None]}),
+    r"mask must be bool, got torch.int64: pass its .bool\(\)": lambda: Sequences.from_mask(
+        MASK.long()
+    ),
+    r"'sequences' must be a Sequences, got Tensor: write Sequences.from_mask\(mask.bool\(\)\)": lambda: (
+        HeadLoss(reduction="seq-mean-token-mean")(X, IDS, inputs={"sequences": MASK})
+    ),
+    r"sets.* got Tensor: write IdSets\(ids\)": lambda: HeadLoss([TERM])(
+        X, IDS, inputs={"sets": IDS[..., None]}
+    ),
     r'got .mean_tokens.: write reduction="mean"': lambda: HeadLoss(reduction="mean_tokens"),
     "'gamma': write margin=gamma": lambda: losses.simpo(ZEROS[0], ZEROS[0], gamma=1.0),
-    r'write linear=Linear\(hidden_grad="reduce_scatter"\)': lambda: VocabParallelHead(6, SHARD, sequence_parallel=True),
-    r"teacher.logits must .* got \[2, 3, 6\]: of the whole vocabulary\? Pass its \[..., shard.start:": lambda: HeadLoss(
-        [Distillation()]
-    )(X, IDS, inputs={"teacher": Teacher(torch.zeros(B, S, 6))}),
+    r'write linear=Linear\(hidden_grad="reduce_scatter"\)': lambda: VocabParallelHead(
+        6, SHARD, sequence_parallel=True
+    ),
+    r"teacher.logits must .* got \[2, 3, 6\]: of the whole vocabulary\? Pass its \[..., shard.start:": lambda: (
+        HeadLoss([Distillation()])(X, IDS, inputs={"teacher": Teacher(torch.zeros(B, S, 6))})
+    ),
 }
 
 
@@ -131,5 +168,8 @@ def test_a_padded_size_below_the_vocabulary_is_never_advised():
 
 def test_bounds_without_a_mask_are_of_all_tokens():
     bounds = torch.tensor([0, 2, 5])
-    found, whole = (Sequences.from_cu_seqlens(bounds, *mask) for mask in ((), (torch.ones(5, dtype=torch.bool),)))
+    found, whole = (
+        Sequences.from_cu_seqlens(bounds, *mask)
+        for mask in ((), (torch.ones(5, dtype=torch.bool),))
+    )
     assert found.lengths.tolist() == [2, 3] and torch.equal(found.ids, whole.ids)

@@ -1,4 +1,5 @@
-"""Divergences from a teacher's whole distribution, in the same pass as everything else, against float64."""
+"""Divergences from a teacher's whole distribution, in the same pass as everything else, against
+float64."""
 
 import pytest
 import torch
@@ -40,8 +41,8 @@ def temperatures(kind, device="cpu"):
 
 
 def objective(values):
-    """What is differentiated of values by name, per token: none of the total variation where p = q, as its sign is
-    rounding, and none of a reverse KL that is infinite."""
+    """What is differentiated of values by name, per token: none of the total variation where p = q,
+    as its sign is rounding, and none of a reverse KL that is infinite."""
     g = torch.linspace(-1, 2, N).to(values["forward_kl"])
     row = torch.arange(N, device=g.device)
     reverse = values["reverse_kl"].masked_fill(row == 6, 0.0)
@@ -62,7 +63,9 @@ def truth(z, t, kind, labels=None):
     if labels is not None:
         others["log_prob"] = log_p.gather(1, labels.clamp(min=0)[:, None])[:, 0]
     finite = divergences(student, teacher.index_fill(0, torch.tensor(6), 0.0), BETA)["reverse_kl"]
-    (grad,) = torch.autograd.grad(torch.where(valid, objective(values | others | {"reverse_kl": finite}), 0.0).sum(), z)
+    (grad,) = torch.autograd.grad(
+        torch.where(valid, objective(values | others | {"reverse_kl": finite}), 0.0).sum(), z
+    )
     return {name: torch.where(valid, x.detach(), 0.0) for name, x in values.items()}, grad
 
 
@@ -70,7 +73,10 @@ def statistics_run(group, device, kind, with_labels, backend):
     x, t, labels, _ = rows()
     of_teacher, of_student, rest = temperatures(kind, device)
     shard = hl.VocabShard.from_group(group, V, 256)
-    local, teacher = (F.pad(z, (0, 56), value=40.0)[:, shard.start : shard.stop].clone().to(device) for z in (x, t))
+    local, teacher = (
+        F.pad(z, (0, 56), value=40.0)[:, shard.start : shard.stop].clone().to(device)
+        for z in (x, t)
+    )
     local.requires_grad_()
     with counted_collectives() as events:
         stats = hl.vocab_statistics(
@@ -78,20 +84,29 @@ def statistics_run(group, device, kind, with_labels, backend):
             transform=hl.Transform(temperature=rest), teacher=hl.Teacher(teacher, of_teacher, of_student, BETA),
             options=hl.Options(backend=backend, transport="gather"),
         )  # fmt: skip
-    values = {name: x for name, x in stats._asdict().items() if name in (*FULL_TEACHER, "entropy", "log_prob")}
+    values = {
+        name: x
+        for name, x in stats._asdict().items()
+        if name in (*FULL_TEACHER, "entropy", "log_prob")
+    }
     values = {name: x for name, x in values.items() if x is not None}
     grad = torch.autograd.grad(objective(values).sum(), local)[0]
     return [values[name].detach() for name in FULL_TEACHER], grad, sum(events.values())
 
 
 @pytest.mark.parametrize("kind", TEMPERATURES)
-@pytest.mark.parametrize("world_size, with_labels", [(1, True), (1, False), (2, True), (3, True), (4, True)])
+@pytest.mark.parametrize(
+    "world_size, with_labels", [(1, True), (1, False), (2, True), (3, True), (4, True)]
+)
 def test_divergences_and_gradients_equal_float64(world_size, kind, with_labels, backend):
     x, t, labels, _ = rows()
-    want, grad = truth(x.double().requires_grad_(), t.double(), kind, labels if with_labels else None)
+    want, grad = truth(
+        x.double().requires_grad_(), t.double(), kind, labels if with_labels else None
+    )
     results = on_ranks(world_size, statistics_run, kind, with_labels, backend)
     for values, _, collectives in results:
-        assert collectives == (2 if world_size > 1 else 0)  # the second one of the JSD and the total variation
+        # the second one of the JSD and the total variation
+        assert collectives == (2 if world_size > 1 else 0)
         for name, value, first in zip(FULL_TEACHER, values, results[0][0]):
             assert torch.equal(value, first) and (value >= 0).all(), name
             torch.testing.assert_close(value.double(), want[name], rtol=3e-6, atol=3e-6, msg=name)
@@ -101,16 +116,19 @@ def test_divergences_and_gradients_equal_float64(world_size, kind, with_labels, 
     assert grad.isfinite().all() and grad.abs().max() > 0.1
     torch.testing.assert_close(got[:, :V].double(), grad, rtol=3e-5, atol=3e-7)
     assert not got[:, V:].any()
-    if backend == "triton" and world_size in (2, 4):  # shards of whole chunks: the same bits at every size
+    # shards of whole chunks: the same bits at every size
+    if backend == "triton" and world_size in (2, 4):
         values, alone, _ = on_ranks(1, statistics_run, kind, with_labels, backend)[0]
         assert all(map(torch.equal, values, results[0][0])) and torch.equal(got, alone)
 
 
 def test_chunks_of_several_tiles_follow_their_maxima(options, device):
-    """4200 ids: a chunk is two tiles and a part of one; the maxima move from tile to tile, the label's tile waits."""
+    """4200 ids: a chunk is two tiles and a part of one; the maxima move from tile to tile, the
+    label's tile waits."""
     v, generator = 4200, torch.Generator().manual_seed(6)
     x, t = (2 * torch.randn(5, v, generator=generator) for _ in range(2))
-    ramp = (torch.arange(v) % 528 // 256).float()  # rises by 4 from tile to tile of a chunk, or falls
+    # rises by 4 from tile to tile of a chunk, or falls
+    ramp = (torch.arange(v) % 528 // 256).float()
     x += 4 * ramp * torch.tensor([1.0, -1.0, 1.0, -1.0, 0.0])[:, None]
     t += 4 * ramp * torch.tensor([1.0, -1.0, -1.0, 1.0, 0.0])[:, None]
     labels = torch.tensor([5, 300, 4199, 1056, 528])
@@ -122,7 +140,9 @@ def test_chunks_of_several_tiles_follow_their_maxima(options, device):
         options=options,
     )  # fmt: skip
     for name, truth in want.items():
-        torch.testing.assert_close(getattr(stats, name).double().cpu(), truth.detach(), rtol=3e-6, atol=3e-6, msg=name)
+        torch.testing.assert_close(
+            getattr(stats, name).double().cpu(), truth.detach(), rtol=3e-6, atol=3e-6, msg=name
+        )
     for name in ("forward_kl", "reverse_kl", "jsd", "total_variation"):
         (grad,) = torch.autograd.grad(getattr(stats, name).sum(), logits, retain_graph=True)
         (expected,) = torch.autograd.grad(want[name].sum(), z, retain_graph=True)
@@ -134,12 +154,16 @@ def test_shapes_layouts_and_sequences(options, device):
     torch.manual_seed(1)
     x = torch.randn(5, 3, 64, device=device).transpose(0, 1).requires_grad_()
     t = torch.randn(3, 5, 80, device=device).bfloat16()[..., 8:72]
-    stats = hl.vocab_statistics(x, want=("forward_kl",), teacher=hl.Teacher(t, 2.0), options=options)
+    stats = hl.vocab_statistics(
+        x, want=("forward_kl",), teacher=hl.Teacher(t, 2.0), options=options
+    )
     want = divergences(*(z.detach().double().flatten(0, 1) / 2 for z in (x, t)), 0.5)["forward_kl"]
     torch.testing.assert_close(stats.forward_kl.double().flatten(), want, rtol=1e-5, atol=1e-6)
     labels = torch.zeros(3, 5, dtype=torch.long, device=device)
     inputs = {"teacher": hl.Teacher(t, 2.0), "sequences": hl.Sequences.from_mask(labels == 0)}
-    out = hl.HeadLoss([hl.Distillation()], reduction="seq-mean-token-mean", options=options)(x, labels, inputs=inputs)
+    out = hl.HeadLoss([hl.Distillation()], reduction="seq-mean-token-mean", options=options)(
+        x, labels, inputs=inputs
+    )
     torch.testing.assert_close(out.loss.double(), want.mean(), rtol=1e-5, atol=0)
     empty = hl.vocab_statistics(x[:0], want=WANT, teacher=hl.Teacher(t[:0]), options=options)
     assert empty.forward_kl.shape == (0, 5)

@@ -12,8 +12,15 @@ from tp_headloss import HeadLoss, KLToReference, log_probs, losses
 def test_only_k3_is_clamped_in_its_value():
     """A token that strayed far keeps its gradient under the other estimators."""
     log_prob = torch.tensor([-9.0], requires_grad=True)
-    for estimator, value, slope in (("k1", -8.0, 1.0), ("abs", 8.0, -1.0), ("k2", 32.0, -8.0), ("k3+", 10.0, -8.0)):
-        kl = losses.kl_estimate(log_prob, reference_log_prob=torch.tensor([-1.0]), estimator=estimator)
+    for estimator, value, slope in (
+        ("k1", -8.0, 1.0),
+        ("abs", 8.0, -1.0),
+        ("k2", 32.0, -8.0),
+        ("k3+", 10.0, -8.0),
+    ):
+        kl = losses.kl_estimate(
+            log_prob, reference_log_prob=torch.tensor([-1.0]), estimator=estimator
+        )
         assert kl.item() == value and torch.autograd.grad(kl.sum(), log_prob)[0].item() == slope
 
 
@@ -45,7 +52,9 @@ def test_kl_clamps_stop_the_gradient():
     torch.testing.assert_close(value[:2].detach(), torch.tensor([10.0, 10.0]))
     (grad,) = torch.autograd.grad(value.sum(), log_prob)
     assert grad[:2].tolist() == [0, 0] and grad[2] < 0
-    weighted = losses.kl_estimate(log_prob, reference_log_prob=reference, sampler_log_prob=log_prob.detach())
+    weighted = losses.kl_estimate(
+        log_prob, reference_log_prob=reference, sampler_log_prob=log_prob.detach()
+    )
     (grad,) = torch.autograd.grad(weighted.sum(), log_prob)
     assert grad[0] == 0 and grad[1] == 10  # the weight passes no gradient beyond the input's clamp
 
@@ -55,9 +64,13 @@ def test_the_kl_term_takes_the_weight_it_names(importance):
     x, labels, mask, inputs = problem()
     x.requires_grad_()
     term = KLToReference(0.5, "k3", importance_weight=importance, output_clamp=None)
-    out = HeadLoss([term], reduction="sum")(x, labels, inputs={name: inputs[name] for name in term.inputs})
+    out = HeadLoss([term], reduction="sum")(
+        x, labels, inputs={name: inputs[name] for name in term.inputs}
+    )
     log_prob = log_probs(x, labels).log_prob
-    sampler = {None: None, "on-policy": log_prob.detach()}.get(importance, inputs.get(f"{importance}_log_prob"))
+    sampler = {None: None, "on-policy": log_prob.detach()}.get(
+        importance, inputs.get(f"{importance}_log_prob")
+    )
     gap = (inputs["reference_log_prob"] - log_prob)[mask]
     want = gap.exp() - gap - 1
     if sampler is not None:
@@ -68,12 +81,14 @@ def test_the_kl_term_takes_the_weight_it_names(importance):
 
 
 def enumerated(estimator, importance, policy, old, reference):
-    """The gradient [V] by the logits of a KL term, in the mean over the tokens of one step, all V of them with their
-    probability under the policy that sampled, and the term itself."""
+    """The gradient [V] by the logits of a KL term, in the mean over the tokens of one step, all V
+    of them with their probability under the policy that sampled, and the term itself."""
     tokens, logits = torch.arange(len(policy)), policy.clone().requires_grad_()
     sampled_by_old = importance in ("old", "generator")
     sampler = old if sampled_by_old else policy.log_softmax(0)
-    term = KLToReference(1.0, estimator, importance_weight=importance, input_clamp=None, output_clamp=None)
+    term = KLToReference(
+        1.0, estimator, importance_weight=importance, input_clamp=None, output_clamp=None
+    )
     inputs = {"reference_log_prob": reference, "old_log_prob": old, "generator_log_prob": old}
     inputs = {name: inputs[name] for name in term.inputs}
     loss = HeadLoss([term], reduction="sum")
@@ -82,7 +97,8 @@ def enumerated(estimator, importance, policy, old, reference):
 
 
 def true_mean(estimator, importance, policy, reference):
-    """The same from the definition: the derivative of the policy's mean, or of the mean of the sampled values."""
+    """The same from the definition: the derivative of the policy's mean, or of the mean of the
+    sampled values."""
     logits = policy.clone().requires_grad_()
     log_p = logits.log_softmax(0)
     x, kind = log_p - reference, estimator.removesuffix("+")
@@ -104,19 +120,28 @@ def test_the_mean_over_all_tokens_has_the_true_gradient(estimator, importance):
     policy, old, reference = 1.5 * torch.randn(3, 11, dtype=torch.float64, generator=generator)
     old, reference = old.log_softmax(0), reference.log_softmax(0)
     found = enumerated(estimator, importance, policy, old, reference)
-    torch.testing.assert_close(found, true_mean(estimator, importance, policy, reference), rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(
+        found, true_mean(estimator, importance, policy, reference), rtol=1e-6, atol=1e-8
+    )
     if (estimator in ("k1", "k3") and importance is not None) or "+" in estimator:
         logits = policy.clone().requires_grad_()
         log_p = logits.log_softmax(0)
         kl = torch.nn.functional.kl_div(reference, log_p, reduction="sum", log_target=True)
-        torch.testing.assert_close(found[0], torch.autograd.grad(kl, logits)[0], rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(
+            found[0], torch.autograd.grad(kl, logits)[0], rtol=1e-6, atol=1e-8
+        )
 
 
 @pytest.mark.parametrize("estimator", [name for name in losses.KL_ESTIMATORS if "+" in name])
 def test_a_weighted_straight_through_estimate_stops_where_it_does_without_a_weight(estimator):
-    log_prob, reference = torch.tensor([-30.0, -5.0, -9.0], requires_grad=True), torch.tensor([-1.0, -1.0, -1.0])
+    log_prob, reference = (
+        torch.tensor([-30.0, -5.0, -9.0], requires_grad=True),
+        torch.tensor([-1.0, -1.0, -1.0]),
+    )
     given = {"reference_log_prob": reference, "estimator": estimator}
-    weighted = losses.kl_estimate(log_prob, sampler_log_prob=torch.tensor([-30.0, -4.0, -9.5]), **given)
+    weighted = losses.kl_estimate(
+        log_prob, sampler_log_prob=torch.tensor([-30.0, -4.0, -9.5]), **given
+    )
     plain = losses.kl_estimate(log_prob, **given)
     w = torch.tensor([0.0, -1.0, 0.5]).exp()
     torch.testing.assert_close(weighted, w * plain)

@@ -1,4 +1,5 @@
-"""`mean_metrics`: sums become means, extrema stay, over micro-batches and over ranks with other tokens."""
+"""`mean_metrics`: sums become means, extrema stay, over micro-batches and over ranks with other
+tokens."""
 
 import operator
 
@@ -13,14 +14,21 @@ import tp_headloss as hl
 V, PARTS = 11, 4
 HEAD = hl.HeadLoss(
     [hl.CrossEntropy(), hl.Entropy(0.1)],
-    metrics=("entropy", "accuracy", hl.Metric(lambda stats: {f"{kind}_lse": stats.lse for kind in ("max", "min")})),
+    metrics=(
+        "entropy",
+        "accuracy",
+        hl.Metric(lambda stats: {f"{kind}_lse": stats.lse for kind in ("max", "min")}),
+    ),
 )
 
 
 def batches():
     """Micro-batches of different numbers of valid tokens; the last has none."""
     generator = torch.Generator().manual_seed(0)
-    x, labels = torch.randn(PARTS, 6, V, generator=generator), torch.randint(V, (PARTS, 6), generator=generator)
+    x, labels = (
+        torch.randn(PARTS, 6, V, generator=generator),
+        torch.randint(V, (PARTS, 6), generator=generator),
+    )
     labels[1, 2:] = labels[3] = -100
     return x, labels
 
@@ -54,10 +62,20 @@ def test_means_are_those_of_all_valid_tokens_together(world_size):
 def test_terms_with_token_weights_of_their_own_are_divided_by_these(mode):
     """Over two micro-batches, whatever the losses were divided by."""
     generator = torch.Generator().manual_seed(1)
-    hidden, weight = torch.randn(PARTS, 6, 8, generator=generator), torch.randn(V, 8, generator=generator)
+    hidden, weight = (
+        torch.randn(PARTS, 6, 8, generator=generator),
+        torch.randn(V, 8, generator=generator),
+    )
     _, labels = batches()
-    class_weight, rewards = torch.rand(V, generator=generator), torch.randn(PARTS, 6, generator=generator)
-    terms = [hl.CrossEntropy(class_weight=class_weight), hl.ZLoss(0.5), hl.PolicyGradient("positive-nll")]
+    class_weight, rewards = (
+        torch.rand(V, generator=generator),
+        torch.randn(PARTS, 6, generator=generator),
+    )
+    terms = [
+        hl.CrossEntropy(class_weight=class_weight),
+        hl.ZLoss(0.5),
+        hl.PolicyGradient("positive-nll"),
+    ]
     head = hl.HeadLoss(terms, metrics="entropy")
     outputs = []
     for i in range(2):
@@ -65,7 +83,9 @@ def test_terms_with_token_weights_of_their_own_are_divided_by_these(mode):
         if mode == "logits":
             outputs.append(head(hidden[i] @ weight.T, labels[i], **given))
         else:
-            how = hl.Linear("recompute", max_valid_tokens=8) if mode == "dropped" else hl.Linear(mode)
+            how = (
+                hl.Linear("recompute", max_valid_tokens=8) if mode == "dropped" else hl.Linear(mode)
+            )
             w = weight.clone().requires_grad_()
             outputs.append(head.linear(hidden[i], w, labels[i], linear=how, **given))
     found = hl.mean_metrics(outputs)
@@ -79,17 +99,25 @@ def test_terms_with_token_weights_of_their_own_are_divided_by_these(mode):
         "entropy": -(log_p.exp() * log_p).sum(-1)[valid].mean(),
     }
     wanted["weighted/z_loss"] = 0.5 * wanted["loss/z_loss"]
-    wanted["loss"] = wanted["loss/cross_entropy"] + wanted["weighted/z_loss"] + wanted["loss/positive_nll"]
+    wanted["loss"] = (
+        wanted["loss/cross_entropy"] + wanted["weighted/z_loss"] + wanted["loss/positive_nll"]
+    )
     assert set(found) == set(wanted)
     for name, value in wanted.items():
-        torch.testing.assert_close(found[name], value, rtol=2e-6, atol=1e-6, msg=f"{name}: {found[name]}, {value}")
+        torch.testing.assert_close(
+            found[name], value, rtol=2e-6, atol=1e-6, msg=f"{name}: {found[name]}, {value}"
+        )
     weighted = sum(w * x.double() for w, x in zip((1, 0.5, 1), outputs[0].terms.values()))
     torch.testing.assert_close(outputs[0].loss.double() * 3, weighted)
 
 
 def test_a_reduction_by_sequence_divides_every_term_by_its_sequences():
     x, labels = batches()
-    head = hl.HeadLoss(hl.CrossEntropy(class_weight=torch.rand(V)), metrics="log_prob", reduction="seq-mean-token-sum")
+    head = hl.HeadLoss(
+        hl.CrossEntropy(class_weight=torch.rand(V)),
+        metrics="log_prob",
+        reduction="seq-mean-token-sum",
+    )
     out = head(x, labels, inputs={"sequences": hl.Sequences.from_mask(labels != -100)})
     assert not out.term_counts
     torch.testing.assert_close(out.metrics["log_prob"], out.stats.log_prob.sum())
@@ -99,18 +127,27 @@ def test_a_reduction_by_sequence_divides_every_term_by_its_sequences():
 def test_sums_are_unknown_where_more_tokens_are_valid_than_there_is_place_for():
     x, labels = batches()
     head = hl.HeadLoss(hl.CrossEntropy(class_weight=torch.rand(V)), metrics="accuracy")
-    out = head.linear(x[0], torch.eye(V), labels[0], linear=hl.Linear("recompute", max_valid_tokens=2))
-    assert all(value.isnan() for sums in (out.terms, out.metrics, out.term_counts) for value in sums.values())
+    out = head.linear(
+        x[0], torch.eye(V), labels[0], linear=hl.Linear("recompute", max_valid_tokens=2)
+    )
+    assert all(
+        value.isnan()
+        for sums in (out.terms, out.metrics, out.term_counts)
+        for value in sums.values()
+    )
     assert len(out.terms) == len(out.metrics) == len(out.term_counts) == 1 and out.count.isnan()
 
 
 def test_a_metric_with_the_name_of_a_term_has_its_mean():
-    """Of the named metrics, which a kernel sums, and of others; whether or not the term's weight is 1."""
+    """Of the named metrics, which a kernel sums, and of others; whether or not the term's weight is
+    1."""
     x, labels = batches()
     lse = hl.vocab_statistics(x, labels).lse[labels != -100].double().mean()
     teacher = {"teacher": hl.Teacher(x.flip(-1))}
     for weight in (1.0, 0.5):
-        found = hl.HeadLoss([hl.Distillation(weight)], metrics="forward_kl")(x, labels, inputs=teacher).means()
+        found = hl.HeadLoss([hl.Distillation(weight)], metrics="forward_kl")(
+            x, labels, inputs=teacher
+        ).means()
         torch.testing.assert_close(found["forward_kl"], found["loss/forward_kl"])
         own = hl.Metric(lambda stats: {"cross_entropy": stats.lse})
         found = hl.HeadLoss(hl.CrossEntropy(weight), metrics=own)(x, labels).means()
@@ -120,7 +157,9 @@ def test_a_metric_with_the_name_of_a_term_has_its_mean():
 
 def test_a_count_of_no_metric_is_a_metric():
     x, labels = batches()
-    found = hl.HeadLoss(metrics=hl.Metric(lambda stats: {"count/words": 2 * stats.valid}))(x, labels).means()
+    found = hl.HeadLoss(metrics=hl.Metric(lambda stats: {"count/words": 2 * stats.valid}))(
+        x, labels
+    ).means()
     assert found["count/words"] == 2
 
 
@@ -143,7 +182,9 @@ def test_means_are_of_the_weights_that_were_optimised(made, reduction):
         torch.testing.assert_close(out.means()["loss"].float(), out.loss / tokens)
     found = hl.mean_metrics(outputs)
     torch.testing.assert_close(found["loss"].float(), sum(out.loss for out in outputs) / 3 / tokens)
-    torch.testing.assert_close(found["loss"], found["weighted/cross_entropy"] + found["weighted/z_loss"])
+    torch.testing.assert_close(
+        found["loss"], found["weighted/cross_entropy"] + found["weighted/z_loss"]
+    )
 
 
 def test_with_sequences_metrics_are_means_over_tokens_and_terms_over_sequences():
@@ -153,7 +194,9 @@ def test_with_sequences_metrics_are_means_over_tokens_and_terms_over_sequences()
     out = head(x, labels, inputs={"sequences": sequences})
     found, log_prob = hl.mean_metrics(out), out.stats.log_prob
     assert found["num_tokens"] == (labels != -100).sum()
-    torch.testing.assert_close(found["log_prob"].float(), log_prob.sum() / found["num_tokens"].float())
+    torch.testing.assert_close(
+        found["log_prob"].float(), log_prob.sum() / found["num_tokens"].float()
+    )
     torch.testing.assert_close(found["loss/cross_entropy"].float(), out.loss)
 
 
@@ -168,7 +211,9 @@ def test_what_is_no_output_and_what_has_no_tokens():
         hl.mean_metrics([out.metrics])
     with pytest.raises(ValueError, match="at least one"):
         hl.mean_metrics([])
-    with pytest.raises(ValueError, match=r"same terms and metrics in the same order, got \[\['loss/cross_entropy',"):
+    with pytest.raises(
+        ValueError, match=r"same terms and metrics in the same order, got \[\['loss/cross_entropy',"
+    ):
         hl.mean_metrics([out, hl.HeadLoss()(x[0], labels[0])])
 
 
@@ -180,14 +225,22 @@ def test_an_outputs_means_have_its_loss(reduction):
     inputs = {"sequences": hl.Sequences.from_mask(labels != -100)} if reduction != "mean" else None
     found, loss = (out := head(x.requires_grad_(), labels, inputs=inputs)).means(), out.loss
     torch.testing.assert_close(found["loss"].float(), loss.detach())
-    torch.testing.assert_close(found["loss"], found["loss/cross_entropy"] + found["weighted/z_loss"])
+    torch.testing.assert_close(
+        found["loss"], found["loss/cross_entropy"] + found["weighted/z_loss"]
+    )
     assert "weighted/cross_entropy" not in found and not found["loss"].requires_grad
 
 
 def test_an_output_is_read_as_its_loss():
     x, labels = batches()
-    out = hl.HeadLoss([hl.CrossEntropy(), hl.ZLoss(0.5)], metrics="accuracy")(x.requires_grad_(), labels)
-    assert float(out) == out.loss.item() and f"{out:.3f}" == f"{out.loss.item():.3f}" and f"{out}" == str(out)
+    out = hl.HeadLoss([hl.CrossEntropy(), hl.ZLoss(0.5)], metrics="accuracy")(
+        x.requires_grad_(), labels
+    )
+    assert (
+        float(out) == out.loss.item()
+        and f"{out:.3f}" == f"{out.loss.item():.3f}"
+        and f"{out}" == str(out)
+    )
     out.backward(retain_graph=True)
     torch.testing.assert_close(x.grad, torch.autograd.grad(out.loss, x)[0], rtol=0, atol=0)
     shown = f"loss={out.loss.item():.6g}, count=14, terms=[cross_entropy, z_loss], metrics=[accuracy], stats=[4, 6]"
@@ -197,12 +250,17 @@ def test_an_output_is_read_as_its_loss():
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_arithmetic_of_outputs_is_that_of_their_losses(reduction):
-    """A NamedTuple's own would be concatenation and repetition, and no error before its `backward`."""
+    """A NamedTuple's own would be concatenation and repetition, and no error before its
+    `backward`."""
     x, labels = batches()
     out = hl.HeadLoss(reduction=reduction)(x.requires_grad_(), labels)
     loss, aux = out.loss, torch.tensor(3.0)
     for of in (operator.add, operator.sub, operator.mul, operator.truediv, operator.pow):
-        for given, expected in (((out, 2), (loss, 2)), ((2, out), (2, loss)), ((out, out), (loss, loss))):
+        for given, expected in (
+            ((out, 2), (loss, 2)),
+            ((2, out), (2, loss)),
+            ((out, out), (loss, loss)),
+        ):
             torch.testing.assert_close(of(*given), of(*expected), rtol=0, atol=0, equal_nan=True)
         torch.testing.assert_close(of(aux, out), of(aux, loss), rtol=0, atol=0)
     for of in (operator.lt, operator.le, operator.gt, operator.ge):
@@ -212,14 +270,18 @@ def test_arithmetic_of_outputs_is_that_of_their_losses(reduction):
         out.detach()
     torch.testing.assert_close(sum([out, out]), 2 * loss, rtol=0, atol=0)
     (gradient,) = torch.autograd.grad((0.5 * out + aux).sum(), x, retain_graph=True)
-    torch.testing.assert_close(gradient, torch.autograd.grad(0.5 * loss.sum(), x)[0], rtol=0, atol=0)
+    torch.testing.assert_close(
+        gradient, torch.autograd.grad(0.5 * loss.sum(), x)[0], rtol=0, atol=0
+    )
 
 
 def test_perplexity_bits_per_byte_and_topk_accuracy_are_those_of_all_tokens():
     """Of two micro-batches together: a ratio of sums, and exp of a mean, not means of ratios."""
     x, labels = batches()
     num_bytes = torch.arange(24).view(PARTS, 6)
-    head = hl.HeadLoss(metrics=("perplexity", hl.TopKAccuracy(3), hl.TopKAccuracy(), hl.BitsPerByte()))
+    head = hl.HeadLoss(
+        metrics=("perplexity", hl.TopKAccuracy(3), hl.TopKAccuracy(), hl.BitsPerByte())
+    )
     outputs = [head(x[i], labels[i], inputs={"num_bytes": num_bytes[i]}) for i in range(PARTS)]
     found, valid = hl.mean_metrics(outputs), labels != -100
     log_p = x.double().log_softmax(-1)[valid]
@@ -229,7 +291,9 @@ def test_perplexity_bits_per_byte_and_topk_accuracy_are_those_of_all_tokens():
     for k in (3, 5):
         hits = (log_p.topk(k).indices == labels[valid][:, None]).any(1)
         torch.testing.assert_close(found[f"top{k}_accuracy"], hits.double().mean())
-    bits = -of_label.sum() / torch.log(torch.tensor(2.0, dtype=torch.float64)) / num_bytes[valid].sum()
+    bits = (
+        -of_label.sum() / torch.log(torch.tensor(2.0, dtype=torch.float64)) / num_bytes[valid].sum()
+    )
     torch.testing.assert_close(found["bits_per_byte"], bits, rtol=1e-6, atol=0)
 
 
@@ -249,7 +313,16 @@ def test_the_group_of_the_vocabulary_is_refused():
 
 
 @pytest.mark.parametrize(
-    "name", ["perplexity", "loss", "num_tokens", "num_sequences", "loss/own", "weighted/own", "count/loss/own"]
+    "name",
+    [
+        "perplexity",
+        "loss",
+        "num_tokens",
+        "num_sequences",
+        "loss/own",
+        "weighted/own",
+        "count/loss/own",
+    ],
 )
 def test_a_metric_takes_no_name_that_has_a_meaning(name):
     head = hl.HeadLoss(metrics=hl.Metric(lambda stats: {name: stats.lse}))
@@ -259,7 +332,11 @@ def test_a_metric_takes_no_name_that_has_a_meaning(name):
 
 @pytest.mark.parametrize("count", [torch.tensor(5.0), torch.ones(2, 1)])
 def test_bytes_are_those_of_each_label(count):
-    head, x, labels = hl.HeadLoss(metrics=hl.BitsPerByte()), torch.zeros(2, 3, V), torch.zeros(2, 3).long()
+    head, x, labels = (
+        hl.HeadLoss(metrics=hl.BitsPerByte()),
+        torch.zeros(2, 3, V),
+        torch.zeros(2, 3).long(),
+    )
     with pytest.raises(ValueError, match="input 'num_bytes' must"):
         head(x, labels, inputs={"num_bytes": count})
 

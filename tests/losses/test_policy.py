@@ -1,4 +1,5 @@
-"""Policy-gradient objectives and aggregations against float64 autograd and theory, at every TP size."""
+"""Policy-gradient objectives and aggregations against float64 autograd and theory, at every TP
+size."""
 
 import policy_oracle as oracle
 import pytest
@@ -85,7 +86,9 @@ def test_objectives_with_kl_and_entropy_equal_float64(world_size, name, backend)
     compare(on_ranks(world_size, policy_run, name, None, backend), *expected(name, None))
 
 
-@pytest.mark.parametrize("reduction", ["sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+@pytest.mark.parametrize(
+    "reduction", ["sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_aggregations_equal_their_definition_by_loops(world_size, reduction, backend):
     results = on_ranks(world_size, policy_run, "clip", reduction, backend)
@@ -100,7 +103,9 @@ def test_on_the_bound_a_ratio_still_passes_its_gradient():
     log_prob = torch.tensor([0.25, -0.25], requires_grad=True)  # exp(0.25) is the bound, to the bit
     advantages, ratio = torch.tensor([1.0, -1.0]), log_prob.detach().exp()
     clip = 1 - ratio[1].item(), ratio[0].item() - 1
-    loss = hl.losses.ppo_clip(log_prob, advantages=advantages, old_log_prob=torch.zeros(2), clip=clip)
+    loss = hl.losses.ppo_clip(
+        log_prob, advantages=advantages, old_log_prob=torch.zeros(2), clip=clip
+    )
     (grad,) = torch.autograd.grad(loss.sum(), log_prob)
     torch.testing.assert_close(grad, -advantages * ratio)
 
@@ -110,10 +115,15 @@ def test_log_probs_returns_three_differentiable_statistics(options, device):
     out = hl.log_probs(x.requires_grad_(), labels, options=options)
     stats = hl.vocab_statistics(x, labels, want=("entropy",), options=options)
     assert all(
-        torch.equal(value, getattr(stats, name)) and value.requires_grad for name, value in out._asdict().items()
+        torch.equal(value, getattr(stats, name)) and value.requires_grad
+        for name, value in out._asdict().items()
     )
     frozen = hl.log_probs(x, labels, differentiable=False, entropy=False, options=options)
-    assert frozen.entropy is None and not frozen.log_prob.requires_grad and torch.equal(frozen.log_prob, out.log_prob)
+    assert (
+        frozen.entropy is None
+        and not frozen.log_prob.requires_grad
+        and torch.equal(frozen.log_prob, out.log_prob)
+    )
 
 
 def test_gmpo_counts_a_token_whose_advantage_is_0_as_unchanged(device):
@@ -121,7 +131,10 @@ def test_gmpo_counts_a_token_whose_advantage_is_0_as_unchanged(device):
     x = torch.tensor([[-1.0, -2.0, -0.5]], device=device)
     old = torch.tensor([[-1.2, -1.9, -1.0]], device=device)
     advantages = torch.tensor([[2.0, 0.0, -1.0]], device=device)  # whose mean is not 0
-    sequences, sign = hl.Sequences.from_mask(torch.ones(1, 3, dtype=torch.bool, device=device)), advantages.sign()
+    sequences, sign = (
+        hl.Sequences.from_mask(torch.ones(1, 3, dtype=torch.bool, device=device)),
+        advantages.sign(),
+    )
     held = sign * torch.minimum(sign * (x - old), sign * (x - old).clamp(-0.4, 0.4))
     loss = hl.losses.gmpo(x, advantages=advantages + 0.0, old_log_prob=old, sequences=sequences)
     torch.testing.assert_close(loss, -(advantages.mean() * held.mean().exp()).expand(1, 3))
@@ -140,10 +153,14 @@ def test_vespo_takes_the_log_weights_of_the_rollout_with_each_batch(device):
     loss = weighted(x, labels, inputs={**inputs, "rollout_log_weight": rollout}).loss
     own = hl.log_probs(x, labels).log_prob
     keywords = {**inputs, "rollout_log_weight": rollout}
-    expected = torch.where(mask.to(device), hl.losses.vespo(own, **keywords), 0.0).sum() / mask.sum()
+    expected = (
+        torch.where(mask.to(device), hl.losses.vespo(own, **keywords), 0.0).sum() / mask.sum()
+    )
     torch.testing.assert_close(loss, expected)
     assert not torch.allclose(loss, plain(x, labels, inputs=inputs).loss)
-    with pytest.raises(ValueError, match="rollout_log_weight is an input of the objective 'vespo', got 'clip'"):
+    with pytest.raises(
+        ValueError, match="rollout_log_weight is an input of the objective 'vespo', got 'clip'"
+    ):
         hl.PolicyGradient("clip", rollout_log_weight=True)
 
 
@@ -157,7 +174,9 @@ def test_what_docs_peers_says_gives_the_peers_numbers():
     x, labels, mask, inputs = problem()
     inputs = {name: torch.where(mask, value.expand(B, S), 0.0) for name, value in inputs.items()}
     log_prob = torch.where(mask, hl.log_probs(x, labels).log_prob, 0.0)
-    per_token = hl.losses.ppo_clip(log_prob, advantages=inputs["advantages"], old_log_prob=inputs["old_log_prob"])
+    per_token = hl.losses.ppo_clip(
+        log_prob, advantages=inputs["advantages"], old_log_prob=inputs["old_log_prob"]
+    )
     sums, lengths = (per_token * mask).sum(-1), mask.sum(-1)
     given = {name: inputs[name] for name in ("advantages", "old_log_prob")}
     given["sequences"] = hl.Sequences.from_mask(mask, horizon=S)
@@ -166,12 +185,16 @@ def test_what_docs_peers_says_gives_the_peers_numbers():
         head = hl.HeadLoss([hl.PolicyGradient("clip")], reduction=reduction)
         return head(x, labels, denominator=denominator, inputs=given).loss
 
-    torch.testing.assert_close(ours("seq-mean-token-mean", B), (sums / lengths.clamp(min=1)).sum() / B)
+    torch.testing.assert_close(
+        ours("seq-mean-token-mean", B), (sums / lengths.clamp(min=1)).sum() / B
+    )
     torch.testing.assert_close(ours("seq-mean-token-sum-norm", 1.0), sums.sum() / S)
 
     far, weight = inputs["reference_log_prob"] - 4.0, torch.full((B, S), 5.0)
     term = hl.Term("kl", clamped_kl, inputs=("reference_log_prob", "weight"))
-    loss = hl.HeadLoss([term], reduction="sum")(x, labels, inputs={"reference_log_prob": far, "weight": weight}).loss
+    loss = hl.HeadLoss([term], reduction="sum")(
+        x, labels, inputs={"reference_log_prob": far, "weight": weight}
+    ).loss
     d = far - log_prob
     nemo = (weight * (d.exp() - 1 - d)).clamp(-10, 10)
     torch.testing.assert_close(loss, (nemo * mask).sum())
@@ -179,7 +202,9 @@ def test_what_docs_peers_says_gives_the_peers_numbers():
 
     every = hl.Sequences.from_mask(torch.ones_like(mask))
     old = inputs["old_log_prob"] + 0.1
-    unmasked = hl.losses.vespo(log_prob, advantages=inputs["advantages"], old_log_prob=old, sequences=every)
+    unmasked = hl.losses.vespo(
+        log_prob, advantages=inputs["advantages"], old_log_prob=old, sequences=every
+    )
     given = {"advantages": inputs["advantages"], "old_log_prob": old, "sequences": every}
     head = hl.HeadLoss([hl.PolicyGradient("vespo")], reduction="sum")
     loss = head(x, labels, token_weight=mask.float(), inputs=given).loss

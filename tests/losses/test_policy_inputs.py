@@ -11,7 +11,8 @@ import tp_headloss as hl
 
 
 def test_inputs_are_constants_of_any_kind(options, device):
-    """Not detached, float64, integers: the loss is of the same fp32 numbers, and only logits get a gradient."""
+    """Not detached, float64, integers: the loss is of the same fp32 numbers, and only logits get a
+    gradient."""
     x, labels, _, inputs = problem()
     labels = labels.clamp(min=0).to(device)
     old = inputs["old_log_prob"].nan_to_num()
@@ -33,12 +34,17 @@ def test_inputs_are_constants_of_any_kind(options, device):
         torch.testing.assert_close(result, results[0], rtol=0, atol=0)
     # a ratio to the policy itself is 1, and still has a gradient
     local = x.clone().to(device).requires_grad_()
-    given = {"advantages": inputs["advantages"].to(device), "old_log_prob": hl.log_probs(local, labels).log_prob}
+    given = {
+        "advantages": inputs["advantages"].to(device),
+        "old_log_prob": hl.log_probs(local, labels).log_prob,
+    }
     head = hl.HeadLoss([hl.PolicyGradient("clip")], options=options)
     assert torch.autograd.grad(head(local, labels, inputs=given).loss, local)[0].any()
 
 
-@pytest.mark.parametrize("reduction", ["mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+@pytest.mark.parametrize(
+    "reduction", ["mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+)
 def test_the_callers_denominator_replaces_the_count_alone(reduction):
     x, labels, mask, inputs = problem()
     head = hl.HeadLoss([hl.PolicyGradient("clip")], reduction=reduction)
@@ -64,18 +70,25 @@ def test_wrong_inputs_are_refused_with_what_was_expected():
     good = needed(head, inputs, mask, "cpu")
     for message, given in {
         "unused \\['x'\\]": {"x": x},
-        r"must be \[4\], one per sequence, or \[4, 7\], one per token, got \[5\]": {"advantages": torch.ones(5)},
+        r"must be \[4\], one per sequence, or \[4, 7\], one per token, got \[5\]": {
+            "advantages": torch.ones(5)
+        },
         "must broadcast to the tokens .*got \\[5, 1\\]": {"advantages": torch.ones(5, 1)},
-        "must be of tokens \\[4, 7\\] like labels, got \\[4, 6\\]": {"sequences": hl.Sequences.from_mask(mask[:, 1:])},
+        "must be of tokens \\[4, 7\\] like labels, got \\[4, 6\\]": {
+            "sequences": hl.Sequences.from_mask(mask[:, 1:])
+        },
     }.items():
         with pytest.raises(ValueError, match=message):
             head(x, labels, inputs=good | given)
     with pytest.raises(ValueError, match="horizon"):
-        hl.HeadLoss([hl.PolicyGradient("gspo")], reduction="seq-mean-token-sum-norm")(x, labels, inputs=good)
+        hl.HeadLoss([hl.PolicyGradient("gspo")], reduction="seq-mean-token-sum-norm")(
+            x, labels, inputs=good
+        )
 
 
 def test_a_sequence_mask_and_token_weights_decide_which_labels_count(options, device):
-    """Labels of all tokens, a mask of the answer's: as if the others were ignored, whatever garbage they hold."""
+    """Labels of all tokens, a mask of the answer's: as if the others were ignored, whatever garbage
+    they hold."""
     x, labels, mask, inputs = problem()
     weight = torch.linspace(0.0, 2.0, B * S).view(B, S)
     every = torch.where(mask, labels, 5)
@@ -95,19 +108,28 @@ def test_a_sequence_mask_and_token_weights_decide_which_labels_count(options, de
     torch.testing.assert_close(*outs)
     log_prob = hl.log_probs(x, labels).log_prob.double()
     per_token = oracle.ppo(log_prob, inputs["advantages"], inputs["old_log_prob"], mask)
-    per_token = (per_token + 0.1 * oracle.k3(log_prob, inputs["reference_log_prob"]).clamp(max=10)) * weight
+    per_token = (
+        per_token + 0.1 * oracle.k3(log_prob, inputs["reference_log_prob"]).clamp(max=10)
+    ) * weight
     want = oracle.aggregate(per_token, mask, "seq-mean-token-mean")
     torch.testing.assert_close(outs[0][0].double().cpu(), want, rtol=3e-6, atol=1e-6)
 
 
 def test_a_log_prob_per_row_is_refused_also_where_no_function_says_what_the_input_is():
     x, labels, mask, inputs = problem()
-    own = hl.Term("own", lambda stats, old_log_prob: stats.log_prob - old_log_prob, inputs=("old_log_prob",))
+    own = hl.Term(
+        "own", lambda stats, old_log_prob: stats.log_prob - old_log_prob, inputs=("old_log_prob",)
+    )
     for terms in (own, hl.KLToReference(0.1, importance_weight="old")):
         head = hl.HeadLoss([terms])
         given = {name: inputs[name] for name in head.input_names}
         head(x, labels, inputs=given)
         for some, size in ((slice(1), r"\[4, 1\]"), (0, r"\[4\]")):
-            wrong = {"old_log_prob": given["old_log_prob"][:, some], "sequences": hl.Sequences.from_mask(mask)}
-            with pytest.raises(ValueError, match=rf"'old_log_prob' must have shape \[4, 7\] of labels, got {size}"):
+            wrong = {
+                "old_log_prob": given["old_log_prob"][:, some],
+                "sequences": hl.Sequences.from_mask(mask),
+            }
+            with pytest.raises(
+                ValueError, match=rf"'old_log_prob' must have shape \[4, 7\] of labels, got {size}"
+            ):
                 head(x, labels, inputs=given | wrong)

@@ -7,22 +7,40 @@ import torch
 from policy_problem import B, S, needed, problem, shard_of
 from ranks import on_ranks
 
-from tp_headloss import GeneratorMetrics, HeadLoss, Metric, Options, PolicyGradient, PolicyMetrics, Sequences, log_probs
+from tp_headloss import (
+    GeneratorMetrics,
+    HeadLoss,
+    Metric,
+    Options,
+    PolicyGradient,
+    PolicyMetrics,
+    Sequences,
+    log_probs,
+)
 from tp_headloss.head_loss.token_sums import metric_sums
 
 
 def test_extremes_leave_out_tokens_of_weight_0():
-    values = {"max_a": torch.tensor([5.0, 1.0, 2.0, 9.0]), "min_a": torch.tensor([-5.0, 1.0, 2.0, -9.0])}
+    values = {
+        "max_a": torch.tensor([5.0, 1.0, 2.0, 9.0]),
+        "min_a": torch.tensor([-5.0, 1.0, 2.0, -9.0]),
+    }
     valid, weight = torch.tensor([True, True, True, False]), torch.tensor([0.0, 1.0, -2.0, 1.0])
     assert metric_sums(values, valid, weight) == {"max_a": 2.0, "min_a": 1.0}
     assert metric_sums(values, valid, None) == {"max_a": 5.0, "min_a": -5.0}
     none = {name: torch.zeros(0, 3) for name in ("max_a", "min_a", "a")}
-    assert metric_sums(none, torch.ones(0, 3, dtype=torch.bool), None) == {"max_a": -inf, "min_a": inf, "a": 0.0}
+    assert metric_sums(none, torch.ones(0, 3, dtype=torch.bool), None) == {
+        "max_a": -inf,
+        "min_a": inf,
+        "a": 0.0,
+    }
 
 
 def test_metrics_of_one_name_are_refused():
     x, labels, mask, inputs = problem()
-    head = HeadLoss([PolicyGradient("clip")], metrics=(PolicyMetrics(), PolicyMetrics(level="sequence")))
+    head = HeadLoss(
+        [PolicyGradient("clip")], metrics=(PolicyMetrics(), PolicyMetrics(level="sequence"))
+    )
     with pytest.raises(ValueError, match=r"distinct names, got \['advantage', "):
         head(x, labels, inputs=needed(head, inputs, mask, "cpu"))
     head = HeadLoss(metrics=("entropy", Metric(lambda stats: {"entropy": stats.lse})))
@@ -36,7 +54,12 @@ def metrics_run(group, device, weight, backend):
     shard, local = shard_of(x, group, device)
     head = HeadLoss(
         [PolicyGradient("clip")],
-        metrics=("entropy", "accuracy", PolicyMetrics((0.2, 0.3), 1.6, reference=True), GeneratorMetrics()),
+        metrics=(
+            "entropy",
+            "accuracy",
+            PolicyMetrics((0.2, 0.3), 1.6, reference=True),
+            GeneratorMetrics(),
+        ),
         options=Options(backend=backend),
     )
     weight = None if weight is None else weight.to(device)
@@ -88,7 +111,9 @@ def test_policy_metrics_equal_loops(world_size, weighted, backend):
         for got, truth in ((metrics, want), (by_sequence, want | means)):
             for name, value in truth.items():
                 value = torch.as_tensor(value).double()
-                torch.testing.assert_close(got[name].double(), value, rtol=1e-5, atol=1e-5, msg=name)
+                torch.testing.assert_close(
+                    got[name].double(), value, rtol=1e-5, atol=1e-5, msg=name
+                )
                 assert value != 0, name
 
 
@@ -97,7 +122,9 @@ def test_sequence_level_metrics_are_of_the_sequences_ratio():
     head = HeadLoss([PolicyGradient("gspo")], metrics=(PolicyMetrics(level="sequence"),))
     out = head(x, labels, inputs=needed(head, inputs, mask, "cpu"))
     new = log_probs(x, labels).log_prob
-    want = sum((new - inputs["old_log_prob"])[i][mask[i]].mean().exp() for i in range(B) if mask[i].any())
+    want = sum(
+        (new - inputs["old_log_prob"])[i][mask[i]].mean().exp() for i in range(B) if mask[i].any()
+    )
     torch.testing.assert_close(out.sequence_metrics["ratio"], want)
 
 

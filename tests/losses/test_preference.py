@@ -7,7 +7,15 @@ import torch
 import torch.nn.functional as F
 from ranks import on_ranks
 
-from tp_headloss import CrossEntropy, HeadLoss, Options, Sequences, VocabShard, losses, vocab_statistics
+from tp_headloss import (
+    CrossEntropy,
+    HeadLoss,
+    Options,
+    Sequences,
+    VocabShard,
+    losses,
+    vocab_statistics,
+)
 
 V, B, S = 50, 6, 5  # 3 pairs: chosen completions first
 REFERENCE = torch.tensor([-9.0, -3.0, -11.0, -10.0, -4.0, -8.0])
@@ -48,7 +56,9 @@ def objective(name, total, mean, own):
         "simpo": lambda: -torch.sigmoid(2.5 * (mc - mr) - 0.5).log(),
         "orpo": lambda: -torch.sigmoid((odds[0] / odds[1]).log()).log(),
         "kto": lambda: torch.where(
-            desirable, 1.2 * (1 - torch.sigmoid(0.3 * (gap - kl))), 0.7 * (1 - torch.sigmoid(0.3 * (kl - gap)))
+            desirable,
+            1.2 * (1 - torch.sigmoid(0.3 * (gap - kl))),
+            0.7 * (1 - torch.sigmoid(0.3 * (kl - gap))),
         ),
     }[name]()
 
@@ -75,7 +85,9 @@ def test_preference_objectives_equal_float64(world_size, name, backend):
     mask = labels != -100
     total = torch.where(mask, log_prob, 0.0).sum(1)
     want = objective(name, total, total / mask.sum(1), own=False)
-    (grad,) = torch.autograd.grad(want @ torch.linspace(0.5, 1.5, len(want), dtype=torch.float64), x)
+    (grad,) = torch.autograd.grad(
+        want @ torch.linspace(0.5, 1.5, len(want), dtype=torch.float64), x
+    )
     results = on_ranks(world_size, preference_run, name, backend)
     for loss, _ in results:
         torch.testing.assert_close(loss.double(), want, rtol=1e-5, atol=1e-7)
@@ -112,11 +124,19 @@ def test_far_and_near_ends_are_exact():
     odds = truth - (-torch.expm1(truth)).log()
     want = F.softplus(-odds)
     torch.testing.assert_close(loss.double(), want, rtol=1e-6, atol=0)
-    a, b = torch.autograd.grad(loss.sum(), mean)[0].double(), torch.autograd.grad(want.sum(), truth)[0]
+    a, b = (
+        torch.autograd.grad(loss.sum(), mean)[0].double(),
+        torch.autograd.grad(want.sum(), truth)[0],
+    )
     torch.testing.assert_close(a, b, rtol=1e-5, atol=0)
     certain = torch.zeros(2, requires_grad=True)  # p = 1, against p = 1/2
-    loss = losses.orpo(certain, torch.full((2,), -0.5)) + losses.orpo(torch.full((2,), -0.5), certain)
-    assert loss.isfinite().all() and torch.autograd.grad(loss.sum(), certain)[0].tolist() == [0.0, 0.0]
+    loss = losses.orpo(certain, torch.full((2,), -0.5)) + losses.orpo(
+        torch.full((2,), -0.5), certain
+    )
+    assert loss.isfinite().all() and torch.autograd.grad(loss.sum(), certain)[0].tolist() == [
+        0.0,
+        0.0,
+    ]
 
 
 def test_kto_has_no_gradient_to_its_kl_which_is_at_least_0():
@@ -129,6 +149,8 @@ def test_kto_has_no_gradient_to_its_kl_which_is_at_least_0():
 
 def test_dpo_of_an_impossible_completion_is_a_limit_and_not_nan():
     chosen = torch.tensor([-1.0], requires_grad=True)
-    loss = losses.dpo(chosen, torch.tensor([-torch.inf]), torch.tensor([-1.0]), torch.tensor([-2.0]))
+    loss = losses.dpo(
+        chosen, torch.tensor([-torch.inf]), torch.tensor([-1.0]), torch.tensor([-2.0])
+    )
     loss.sum().backward()
     assert loss.item() == 0.0 and chosen.grad.item() == 0.0

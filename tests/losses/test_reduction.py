@@ -1,4 +1,5 @@
-"""The reduction over tokens: its kernel against plain torch, weights, denominators, what may change before backward."""
+"""The reduction over tokens: its kernel against plain torch, weights, denominators, what may change
+before backward."""
 
 import pickle
 
@@ -14,14 +15,23 @@ from tp_headloss.engine.launch import Launch
 from tp_headloss.head_loss import StatisticValue
 
 
-@pytest.mark.parametrize("kind", ["plain", "sum", "weights", "number", "tensor", "zero", "all ignored", "transposed"])
+@pytest.mark.parametrize(
+    "kind", ["plain", "sum", "weights", "number", "tensor", "zero", "all ignored", "transposed"]
+)
 @pytest.mark.parametrize("terms", ["functions", "statistic values"])
 def test_the_reduction_kernel_equals_plain_torch(terms, kind, device, monkeypatch):
-    """Terms and metrics of every sort, their gradients included; a NaN at an ignored token stays out."""
+    """Terms and metrics of every sort, their gradients included; a NaN at an ignored token stays
+    out."""
     x, labels, _, token_weight = (t.to(device) for t in rows())
-    own = hl.Term("own", lambda stats: (stats.log_prob.exp() + 2.0) / stats.valid, weight=-0.3)  # 1 / 0 where ignored
+    # 1 / 0 where ignored
+    own = hl.Term("own", lambda stats: (stats.log_prob.exp() + 2.0) / stats.valid, weight=-0.3)
     terms = {
-        "functions": [hl.CrossEntropy(0.9, label_smoothing=0.1), hl.ZLoss(1e-2), hl.Entropy(0.05), own],
+        "functions": [
+            hl.CrossEntropy(0.9, label_smoothing=0.1),
+            hl.ZLoss(1e-2),
+            hl.Entropy(0.05),
+            own,
+        ],
         "statistic values": [hl.CrossEntropy(0.9), hl.ZLoss(1e-2), hl.Entropy(0.05)],
     }[terms]
     head = hl.HeadLoss(
@@ -43,11 +53,14 @@ def test_the_reduction_kernel_equals_plain_torch(terms, kind, device, monkeypatc
     outputs = []
     for fused in (True, False):
         if not fused:
-            monkeypatch.setattr("tp_headloss.head_loss.loss.fused_reduction", lambda *_: None)
+            monkeypatch.setattr("tp_headloss.head_loss.reduction.fused_reduction", lambda *_: None)
         logits = x.clone().requires_grad_()
         out = head(logits, labels, **call)
-        (3 * out.loss + (out.stats.log_prob + 0.1 * out.stats.entropy).sum()).backward()  # and upstream of their own
-        outputs.append([out.loss, out.count, *out.terms.values(), *out.metrics.values(), logits.grad])
+        # and upstream of their own
+        (3 * out.loss + (out.stats.log_prob + 0.1 * out.stats.entropy).sum()).backward()
+        outputs.append(
+            [out.loss, out.count, *out.terms.values(), *out.metrics.values(), logits.grad]
+        )
     one_kernel = "TokenSumsBackward" if own in head.terms else "StatisticsBackward"
     assert [one_kernel in str(out[0].grad_fn) for out in outputs] == [True, False]
     for a, b in zip(*outputs):
@@ -77,8 +90,14 @@ def test_a_statistic_value_says_what_it_needs(options, device):
 @pytest.mark.parametrize("own", [True, False])
 def test_weights_that_changed_before_backward_are_noticed(own, device):
     x, labels, _, weight = (t.to(device) for t in rows())
-    terms = [hl.CrossEntropy(), hl.Term("own", lambda stats: stats.lse.exp())] if own else [hl.CrossEntropy()]
-    out = hl.HeadLoss(terms, options=hl.Options(backend="triton"))(x.requires_grad_(), labels, token_weight=weight)
+    terms = (
+        [hl.CrossEntropy(), hl.Term("own", lambda stats: stats.lse.exp())]
+        if own
+        else [hl.CrossEntropy()]
+    )
+    out = hl.HeadLoss(terms, options=hl.Options(backend="triton"))(
+        x.requires_grad_(), labels, token_weight=weight
+    )
     weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.loss.backward()
@@ -104,12 +123,18 @@ def test_arguments_that_are_replaced_are_checked_and_used_whole(options, device)
     head(x, labels)
     head.terms, head.metrics = new, ["entropy"]
     out = head(x, labels)
-    assert torch.equal(out.loss, expected.loss) and torch.equal(out.metrics["entropy"], expected.metrics["entropy"])
+    assert torch.equal(out.loss, expected.loss) and torch.equal(
+        out.metrics["entropy"], expected.metrics["entropy"]
+    )
     new.append(hl.ZLoss(1.0))  # a list of the caller's, which the head does not share
     assert torch.equal(head(x, labels).loss, expected.loss)
     head.metrics = (*head.metrics, hl.Metric(lambda stats: {"largest": stats.lse}))
     assert set(head(x, labels).metrics) == {"entropy", "largest"}
-    wrong = {"reduction": "sums", "terms": (hl.CrossEntropy(), hl.CrossEntropy()), "metrics": "unknown"}
+    wrong = {
+        "reduction": "sums",
+        "terms": (hl.CrossEntropy(), hl.CrossEntropy()),
+        "metrics": "unknown",
+    }
     for name, bad in wrong.items():
         with pytest.raises((TypeError, ValueError), match=name):
             setattr(head, name, bad)
@@ -125,7 +150,9 @@ def test_an_ignored_row_has_no_gradient_whatever_bias_and_temperature_hold(optio
     x.requires_grad_(), bias.requires_grad_()
     transform = hl.Transform(bias=bias, temperature=temperature)
     hl.HeadLoss(options=options)(x, labels, transform=transform).loss.backward()
-    assert (x.grad[labels < 0] == 0).all() and x.grad.isfinite().all() and bias.grad.isfinite().all()
+    assert (
+        (x.grad[labels < 0] == 0).all() and x.grad.isfinite().all() and bias.grad.isfinite().all()
+    )
 
 
 def test_weights_that_overflow_fp32_together_give_the_mean(options, device):
@@ -133,24 +160,33 @@ def test_weights_that_overflow_fp32_together_give_the_mean(options, device):
     head, results = hl.HeadLoss([hl.CrossEntropy(), hl.ZLoss(0.1)], options=options), []
     for weight in (1.0, 2.0**126):  # whose sum is beyond fp32
         local = x.clone().requires_grad_()
-        loss = head(local, labels, token_weight=torch.full(labels.shape, weight, device=device)).loss
+        loss = head(
+            local, labels, token_weight=torch.full(labels.shape, weight, device=device)
+        ).loss
         loss.backward()
         results.append((loss.detach(), local.grad))
     for small, large in zip(*results):
         torch.testing.assert_close(small, large, rtol=1e-6, atol=1e-9)
-    with pytest.raises(ValueError, match="denominator must be at least 0 and a number that fp32 holds"):
+    with pytest.raises(
+        ValueError, match="denominator must be at least 0 and a number that fp32 holds"
+    ):
         head(x, labels, denominator=1e39)
 
 
 @pytest.mark.parametrize("mode", ["recompute", "one_sweep"])
 def test_large_weights_give_the_mean_from_hidden_states_too(mode, options, device):
     torch.manual_seed(0)
-    weight, labels = torch.randn(V, 4, device=device, requires_grad=True), torch.randint(0, V, (12,), device=device)
+    weight, labels = (
+        torch.randn(V, 4, device=device, requires_grad=True),
+        torch.randint(0, V, (12,), device=device),
+    )
     hidden, results = torch.randn(12, 4, device=device), []
     for scale in (1.0, 2.0**126):
         token_weight = torch.full((12,), scale, device=device)
         head = hl.HeadLoss(options=options)
-        loss = head.linear(hidden, weight, labels, token_weight=token_weight, linear=hl.Linear(mode)).loss
+        loss = head.linear(
+            hidden, weight, labels, token_weight=token_weight, linear=hl.Linear(mode)
+        ).loss
         results.append((loss.detach(), torch.autograd.grad(loss, weight)[0]))
     for small, large in zip(*results):
         torch.testing.assert_close(small, large, rtol=1e-5, atol=1e-7)
@@ -174,9 +210,14 @@ def test_a_weight_of_0_leaves_its_token_in_the_ratio_of_its_sequence(objective, 
     weight[0, 1] = 0.0
     options = {"reduction": "none", "options": hl.Options(backend=backend)}
     head, x = hl.HeadLoss([hl.PolicyGradient(objective)], **options), x.requires_grad_()
-    whole, masked = head(x, labels, inputs=given).loss, head(x, labels, token_weight=weight, inputs=given).loss
+    whole, masked = (
+        head(x, labels, inputs=given).loss,
+        head(x, labels, token_weight=weight, inputs=given).loss,
+    )
     torch.testing.assert_close(masked, whole * weight)
-    mean = hl.HeadLoss([hl.PolicyGradient(objective)], reduction="seq-mean-token-mean", options=options["options"])
+    mean = hl.HeadLoss(
+        [hl.PolicyGradient(objective)], reduction="seq-mean-token-mean", options=options["options"]
+    )
     loss = mean(x, labels, token_weight=weight, inputs=given).loss
     torch.testing.assert_close(loss, (whole * weight).sum() / 8)
 
@@ -193,7 +234,8 @@ def test_a_weight_of_0_leaves_its_token_in_the_ratio_of_its_sequence(objective, 
     ids=lambda names: names[0],
 )  # fmt: skip
 def test_a_loss_of_statistics_has_the_bits_of_their_own_gradients(names, weighted, device):
-    """Its coefficients go to the gradient's kernel as numbers, or as the rows that the reduction's backward writes."""
+    """Its coefficients go to the gradient's kernel as numbers, or as the rows that the reduction's
+    backward writes."""
     x, labels, _, token_weight = (t.to(device) for t in rows())
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(0, V, (len(labels), 4), generator=generator).to(device)
@@ -206,13 +248,20 @@ def test_a_loss_of_statistics_has_the_bits_of_their_own_gradients(names, weighte
     elif names[0].startswith("forward"):
         inputs["teacher"] = hl.Teacher(torch.randn(x.shape, generator=generator).to(device))
     terms = [
-        hl.Term(name, StatisticValue(name, square=i == 1, negative=i % 2 == 0), 0.3 + i, inputs=tuple(inputs))
+        hl.Term(
+            name,
+            StatisticValue(name, square=i == 1, negative=i % 2 == 0),
+            0.3 + i,
+            inputs=tuple(inputs),
+        )
         for i, name in enumerate(names)
     ]
     head, found = hl.HeadLoss(terms, options=hl.Options(backend="triton")), []
     for _ in range(2):
         logits = x.clone().requires_grad_()
-        loss = head(logits, labels, token_weight=token_weight if weighted else None, inputs=inputs).loss
+        loss = head(
+            logits, labels, token_weight=token_weight if weighted else None, inputs=inputs
+        ).loss
         (1.7 * loss).backward()
         found.append((loss, logits.grad))
         plan = head._definition.plan
@@ -229,12 +278,20 @@ def test_sums_of_more_tokens_than_a_tile_are_those_of_all(device, monkeypatch):
     monkeypatch.setattr(triton_backend, "MERGE", Launch(4, 2))
     monkeypatch.setattr(sums_triton, "SUMS", Launch(4, 1))
     generator = torch.Generator().manual_seed(4)
-    logits, labels = torch.randn(50, 60, generator=generator), torch.randint(60, (50,), generator=generator)
+    logits, labels = (
+        torch.randn(50, 60, generator=generator),
+        torch.randint(60, (50,), generator=generator),
+    )
     labels[::7] = -100
     logits, labels = logits.to(device), labels.to(device)
     terms, metrics = [hl.CrossEntropy(), hl.ZLoss(0.3)], ("accuracy", "entropy")
-    heads = [hl.HeadLoss(terms, metrics=metrics, options=hl.Options(backend=name)) for name in ("triton", "torch")]
-    out, expected = (head(logits, labels, token_weight=torch.linspace(0, 2, 50, device=device)) for head in heads)
+    heads = [
+        hl.HeadLoss(terms, metrics=metrics, options=hl.Options(backend=name))
+        for name in ("triton", "torch")
+    ]
+    out, expected = (
+        head(logits, labels, token_weight=torch.linspace(0, 2, 50, device=device)) for head in heads
+    )
     torch.testing.assert_close(out.loss, expected.loss)
     torch.testing.assert_close(out.count, expected.count)
     torch.testing.assert_close(out.terms, expected.terms)
@@ -250,8 +307,12 @@ def test_a_statistic_of_the_second_exchange_is_summed_after_it(device):
     terms = [hl.Term("jsd", StatisticValue("jsd"), want=("jsd",)), hl.CrossEntropy(0.5)]
     weight = torch.linspace(0, 2, 70, device=device)
     for given in ({}, {"token_weight": weight}):
-        heads = [hl.HeadLoss(terms, options=hl.Options(backend=name)) for name in ("triton", "torch")]
-        out, expected = (head(logits, labels, inputs={"teacher": hl.Teacher(teacher)}, **given) for head in heads)
+        heads = [
+            hl.HeadLoss(terms, options=hl.Options(backend=name)) for name in ("triton", "torch")
+        ]
+        out, expected = (
+            head(logits, labels, inputs={"teacher": hl.Teacher(teacher)}, **given) for head in heads
+        )
         torch.testing.assert_close(out.loss, expected.loss)
         torch.testing.assert_close(out.terms, expected.terms)
         torch.testing.assert_close(out.count, expected.count)

@@ -1,4 +1,5 @@
-"""Terms as the source of a function of one token: compiled for this CPU, it has the values and derivatives of torch."""
+"""Terms as the source of a function of one token: compiled for this CPU, it has the values and
+derivatives of torch."""
 
 import ctypes
 import itertools
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from tp_headloss import CrossEntropy, Entropy, KLToReference, PolicyGradient, Term, ZLoss
-from tp_headloss.head_loss.row_function import SLOPES, STATISTICS, row_function
+from tp_headloss.engine.one_read.rows import SLOPES, STATISTICS, row_function
 from tp_headloss.losses import KL_ESTIMATORS
 from tp_headloss.statistics import VocabStatistics
 
@@ -33,8 +34,16 @@ extern "C" void rows(const float* x, float* out, int n) {
 
 def _own(stats, scale):
     kept = (stats.log_prob > -3) & ~(stats.lse < 0) | stats.entropy.isnan()
-    smooth = stats.log_prob.exp().clamp(max=0.5).sqrt() + stats.lse.clamp(min=1.0).log() + stats.entropy.tanh()
-    return torch.where(kept, smooth * scale, 1 / (1 + stats.lse**2)) + stats.log_prob.sigmoid() ** 3 - (2 - stats.lse)
+    smooth = (
+        stats.log_prob.exp().clamp(max=0.5).sqrt()
+        + stats.lse.clamp(min=1.0).log()
+        + stats.entropy.tanh()
+    )
+    return (
+        torch.where(kept, smooth * scale, 1 / (1 + stats.lse**2))
+        + stats.log_prob.sigmoid() ** 3
+        - (2 - stats.lse)
+    )
 
 
 SETS = {
@@ -42,7 +51,10 @@ SETS = {
     "smoothing": (CrossEntropy(label_smoothing=0.1), CrossEntropy(0.5, 0.2, "megatron")),
     "GRPO": (PolicyGradient("clip", clip=(0.2, 0.28)), KLToReference(0.05), Entropy(0.01)),
     "dual clip": (PolicyGradient("clip", dual_clip=3.0, rollout_weight=True),),
-    "cispo": (PolicyGradient("cispo", 0.5), PolicyGradient("cispo", convention="bound", clip=(0.0, 5.0), name="bound")),
+    "cispo": (
+        PolicyGradient("cispo", 0.5),
+        PolicyGradient("cispo", convention="bound", clip=(0.0, 5.0), name="bound"),
+    ),
     "sapo": (PolicyGradient("sapo"), PolicyGradient("reinforce")),
     "own": (Term("own", _own, want=("entropy",), inputs=("scale",), pointwise=True),),
     **{f"kl {name}": (KLToReference(0.3, name),) for name in KL_ESTIMATORS},
@@ -64,7 +76,9 @@ def in_torch(terms, inputs, x):
     given = dict(zip(inputs, x.unbind(1)[len(STATISTICS) :]))
     values = [term.function(stats, **{name: given[name] for name in term.inputs}) for term in terms]
     sum(term.weight * value.sum() for term, value in zip(terms, values)).backward()
-    slopes = [torch.zeros(len(x)) if leaf.grad is None else leaf.grad for leaf in known[: len(SLOPES)]]
+    slopes = [
+        torch.zeros(len(x)) if leaf.grad is None else leaf.grad for leaf in known[: len(SLOPES)]
+    ]
     return torch.stack([value.detach() for value in values] + slopes, 1)
 
 
@@ -77,16 +91,25 @@ def test_the_source_has_the_values_and_derivatives_of_the_terms(name, tmp_path):
     function = row_function(terms, V)
     source, library = tmp_path / "rows.cpp", tmp_path / "rows.so"
     source.write_text(PRELUDE + function.source + ENTRY)
-    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-std=c++17", source, "-o", library], check=True)
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-O1", "-std=c++17", source, "-o", library], check=True
+    )
     width = len(STATISTICS) + len(function.inputs)
     few = NUMBERS if width < 6 else (0.0, -0.3, -2.5, math.nan)
     x = torch.tensor(list(itertools.product(few, repeat=width))).contiguous()
     weights = torch.tensor([float(term.weight) for term in terms]).expand(len(x), -1)
-    arguments, found = torch.cat([x, weights], 1), torch.full((len(x), len(terms) + len(SLOPES)), 7.0)
+    arguments, found = (
+        torch.cat([x, weights], 1),
+        torch.full((len(x), len(terms) + len(SLOPES)), 7.0),
+    )
     call = ctypes.CDLL(str(library)).rows
     call(ctypes.c_void_p(arguments.data_ptr()), ctypes.c_void_p(found.data_ptr()), len(x))
-    assert torch.allclose(found, in_torch(terms, function.inputs, x), rtol=1e-5, atol=1e-6, equal_nan=True)
-    assert function.has_entropy == (name in ("statistics", "GRPO", "own")) and function.n_terms == len(terms)
+    assert torch.allclose(
+        found, in_torch(terms, function.inputs, x), rtol=1e-5, atol=1e-6, equal_nan=True
+    )
+    assert function.has_entropy == (
+        name in ("statistics", "GRPO", "own")
+    ) and function.n_terms == len(terms)
 
 
 @pytest.mark.parametrize(
@@ -103,11 +126,14 @@ def test_the_source_has_the_values_and_derivatives_of_the_terms(name, tmp_path):
 )
 def test_terms_that_are_more_than_arithmetic_have_none(function):
     assert row_function([Term("own", function, pointwise=True)]) is None
-    assert row_function([Term("own", lambda stats: 2 * stats.lse)]) is None  # which promises nothing
+    # which promises nothing
+    assert row_function([Term("own", lambda stats: 2 * stats.lse)]) is None
     assert row_function([PolicyGradient("gspo")]) is None
 
 
 def test_another_weight_is_the_same_source():
     """So that a weight which changes at every step compiles no kernel."""
-    first, second = ([PolicyGradient(weight=w), KLToReference(2 * w), Entropy(-w)] for w in (1.0, 0.3))
+    first, second = (
+        [PolicyGradient(weight=w), KLToReference(2 * w), Entropy(-w)] for w in (1.0, 0.3)
+    )
     assert row_function(first, V) == row_function(second, V)

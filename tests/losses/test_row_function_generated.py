@@ -1,4 +1,5 @@
-"""Random terms of one's own, whose source is compiled for this CPU, beside torch: values, derivatives, infinities."""
+"""Random terms of one's own, whose source is compiled for this CPU, beside torch: values,
+derivatives, infinities."""
 
 import ctypes
 import itertools
@@ -13,7 +14,7 @@ import torch
 from test_row_function import PRELUDE
 
 from tp_headloss import Term
-from tp_headloss.head_loss.row_function import SLOPES, STATISTICS, row_function
+from tp_headloss.engine.one_read.rows import SLOPES, STATISTICS, row_function
 from tp_headloss.statistics import VocabStatistics
 
 FULL = bool(os.environ.get("TP_HEADLOSS_FULL"))
@@ -33,7 +34,14 @@ BINARY = {
     "pow": lambda x, y: x**y, "floor div": lambda x, y: torch.div(x, y, rounding_mode="floor"),
     "clamp below": lambda x, y: torch.clamp(x, min=y), "clamp above": lambda x, y: torch.clamp(x, max=y),
 }  # fmt: skip
-COMPARISONS = {"<": torch.lt, "<=": torch.le, ">": torch.gt, ">=": torch.ge, "==": torch.eq, "!=": torch.ne}
+COMPARISONS = {
+    "<": torch.lt,
+    "<=": torch.le,
+    ">": torch.gt,
+    ">=": torch.ge,
+    "==": torch.eq,
+    "!=": torch.ne,
+}
 OF_MASKS = {
     "and": torch.bitwise_and, "or": torch.bitwise_or, "logical and": torch.logical_and, "sum": torch.add,
     "product": torch.mul, "xor": torch.bitwise_xor, "less": torch.lt,
@@ -41,7 +49,12 @@ OF_MASKS = {
 
 
 def number(choices):
-    return ("number", choices.choice((*NUMBERS, math.inf, -math.inf, math.nan) if choices.random() < 0.1 else NUMBERS))
+    return (
+        "number",
+        choices.choice(
+            (*NUMBERS, math.inf, -math.inf, math.nan) if choices.random() < 0.1 else NUMBERS
+        ),
+    )
 
 
 def value(choices, depth):
@@ -49,7 +62,9 @@ def value(choices, depth):
     if depth == 0 or choices.random() < 0.1:
         return ("value", choices.choice((*SLOPES, *INPUTS)))
     x, y = value(choices, depth - 1), value(choices, depth - 1)
-    kind = choices.choice(["unary", "unary", "binary", "binary", "with number", "power", "clamp", "mask"])
+    kind = choices.choice(
+        ["unary", "unary", "binary", "binary", "with number", "power", "clamp", "mask"]
+    )
     if kind == "unary":
         return ("call", UNARY, choices.choice(list(UNARY)), x)
     if kind == "binary":
@@ -62,7 +77,12 @@ def value(choices, depth):
     if kind == "clamp":
         return ("clamp", x, *choices.sample([*NUMBERS, None], 2))
     how = choices.choice(["where", "where number", "fill", "times", "as float", "plus"])
-    return (how, mask(choices, depth - 1), x, number(choices) if how in ("where number", "fill") else y)
+    return (
+        how,
+        mask(choices, depth - 1),
+        x,
+        number(choices) if how in ("where number", "fill") else y,
+    )
 
 
 def mask(choices, depth):
@@ -70,7 +90,12 @@ def mask(choices, depth):
     if depth <= 0 or choices.random() < 0.4:
         x = value(choices, max(depth - 1, 0))
         if choices.random() < 0.2:
-            return ("call", {"isnan": torch.isnan, "isinf": torch.isinf}, choices.choice(["isnan", "isinf"]), x)
+            return (
+                "call",
+                {"isnan": torch.isnan, "isinf": torch.isinf},
+                choices.choice(["isnan", "isinf"]),
+                x,
+            )
         other = number(choices) if choices.random() < 0.7 else value(choices, 0)
         return ("call", COMPARISONS, choices.choice(list(COMPARISONS)), x, other)
     x, y = mask(choices, depth - 1), mask(choices, depth - 1)
@@ -113,15 +138,20 @@ def term_of(expression) -> Term:
 
 
 def in_torch(term, x):
-    """The term's values and derivatives [n, 1 + 4], in the dtype of x; None where torch takes no such operands."""
+    """The term's values and derivatives [n, 1 + 4], in the dtype of x; None where torch takes no
+    such operands."""
     known = [column.clone().requires_grad_() for column in x.unbind(1)[: len(STATISTICS)]]
-    stats = VocabStatistics._make([None] * len(VocabStatistics._fields))._replace(**dict(zip(STATISTICS, known)))
+    stats = VocabStatistics._make([None] * len(VocabStatistics._fields))._replace(
+        **dict(zip(STATISTICS, known))
+    )
     try:
         values = term.function(stats, **dict(zip(INPUTS, x.unbind(1)[len(STATISTICS) :])))
         values.sum().backward()
     except RuntimeError:
         return None
-    slopes = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in known[: len(SLOPES)]]
+    slopes = [
+        torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in known[: len(SLOPES)]
+    ]
     return torch.stack([values.detach(), *slopes], 1)
 
 
@@ -134,18 +164,21 @@ def compiled(sources, folder):
     for i, source in enumerate(sources):
         loop = (
             f'extern "C" void rows_{i}(const float* x, float* out, int n) {{'
-            "for (int i = 0; i < n; i++) { const Row row = row_function(x + i * (5 + GIVEN + TERMS));"
-            "*out++ = row.value[0]; for (int k = 0; k < 4; k++) *out++ = row.by[k]; } }"
+            "for (int i = 0; i < n; i++) { const Row row = row_function(x + i * (5 + GIVEN + "
+            "TERMS));*out++ = row.value[0]; for (int k = 0; k < 4; k++) *out++ = row.by[k]; } }"
         )
         parts.append(f"namespace n{i} {{\n#undef ROWS\n{source}\n{loop}\n}}")
     file, library = folder / "rows.cpp", folder / "rows.so"
     file.write_text("\n".join(parts))
-    subprocess.run([compiler, "-shared", "-fPIC", "-O0", "-std=c++17", file, "-o", library], check=True)
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-O0", "-std=c++17", file, "-o", library], check=True
+    )
     return ctypes.CDLL(str(library))
 
 
 def points(choices, count):
-    """Statistics, inputs and a weight of 1 [count, 8]: ordinary numbers, and some that are NaN or infinite."""
+    """Statistics, inputs and a weight of 1 [count, 8]: ordinary numbers, and some that are NaN or
+    infinite."""
     rows = []
     for _ in range(count):
         row = [choices.choice([choices.uniform(-3, 3), choices.choice(NUMBERS)]) for _ in range(7)]
@@ -164,20 +197,27 @@ def test_random_terms_have_the_values_and_derivatives_of_torch(seed, tmp_path):
         function = row_function([term])
         if function is not None:
             found.append((expression, term, function))
-    assert len(found) > 80  # the others have an operation that is not arithmetic, or has another meaning
+    # the others have an operation that is not arithmetic, or has another meaning
+    assert len(found) > 80
     library, wrong = compiled([function.source for *_, function in found], tmp_path), []
     for i, (expression, term, _) in enumerate(found):
         x = points(choices, 60)
         out = torch.full((len(x), 1 + len(SLOPES)), 7.0)
-        getattr(library, f"rows_{i}")(ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(out.data_ptr()), len(x))
+        getattr(library, f"rows_{i}")(
+            ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(out.data_ptr()), len(x)
+        )
         expected, exact = in_torch(term, x), in_torch(term, x.double())
         assert expected is not None
         own_error = (expected.double() - exact).abs().nan_to_num(nan=math.inf)
         tolerance = 1e-4 + 1e-4 * expected.abs() + 10 * own_error
-        alike = torch.isclose(out, expected, rtol=0, atol=0, equal_nan=True) | ((out - expected).abs() <= tolerance)
+        alike = torch.isclose(out, expected, rtol=0, atol=0, equal_nan=True) | (
+            (out - expected).abs() <= tolerance
+        )
         if not alike.all():
             at = (~alike).nonzero()[0].tolist()
-            wrong.append((expression, x[at[0]].tolist(), out[tuple(at)].item(), expected[tuple(at)].item()))
+            wrong.append(
+                (expression, x[at[0]].tolist(), out[tuple(at)].item(), expected[tuple(at)].item())
+            )
     assert not wrong, wrong[0]
 
 
@@ -191,5 +231,7 @@ def test_masks_are_added_and_multiplied_as_bools(of_masks, how, tmp_path):
     term = term_of((how, both, ("value", "log_prob"), ("value", "a")))
     x = points(random.Random(1), 30)
     out, function = torch.zeros(30, 5), row_function([term])
-    compiled([function.source], tmp_path).rows_0(ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(out.data_ptr()), 30)
+    compiled([function.source], tmp_path).rows_0(
+        ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(out.data_ptr()), 30
+    )
     assert torch.allclose(out, in_torch(term, x), equal_nan=True)

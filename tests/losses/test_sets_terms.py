@@ -1,4 +1,5 @@
-"""Losses over what a sampler kept: from logits and from hidden states, in every mode, and what is refused."""
+"""Losses over what a sampler kept: from logits and from hidden states, in every mode, and what is
+refused."""
 
 import pytest
 import torch
@@ -11,7 +12,11 @@ import tp_headloss as hl
 
 H = 12
 INPUTS = ("advantages", "old_log_prob", "reference_log_prob", "generator_log_prob")
-METRICS = (hl.PolicyMetrics(reference=True, over="sets"), hl.GeneratorMetrics(over="sets"), "set_log_mass")
+METRICS = (
+    hl.PolicyMetrics(reference=True, over="sets"),
+    hl.GeneratorMetrics(over="sets"),
+    "set_log_mass",
+)
 
 
 def terms(over="sets"):
@@ -21,21 +26,30 @@ def terms(over="sets"):
 
 def tensors():
     generator = torch.Generator().manual_seed(1)
-    hidden, weight = torch.randn(N, H, generator=generator), torch.randn(V, H, generator=generator) / 2
+    hidden, weight = (
+        torch.randn(N, H, generator=generator),
+        torch.randn(V, H, generator=generator) / 2,
+    )
     _, labels, sets = rows()
     return hidden, weight, labels, sets, dict(zip(INPUTS, -torch.rand(4, N, generator=generator)))
 
 
 def run(group, device, backend, mode, form=ragged):
     hidden, weight, labels, sets, inputs = (
-        {k: v.to(device) for k, v in x.items()} if isinstance(x, dict) else x.to(device) if hasattr(x, "to") else x
+        {k: v.to(device) for k, v in x.items()}
+        if isinstance(x, dict)
+        else x.to(device)
+        if hasattr(x, "to")
+        else x
         for x in tensors()
     )
     shard = hl.VocabShard.from_group(group, V, 256)
     local = F.pad(weight, (0, 0, 0, 56))[shard.start : shard.stop].clone().requires_grad_()
     hidden = hidden.requires_grad_()
     given = {"shard": shard, "inputs": inputs | {"sets": form(sets).to(device)}, "denominator": 7.0}
-    head = hl.HeadLoss(terms(), metrics=METRICS, options=hl.Options(backend=backend, check=mode == "check"))
+    head = hl.HeadLoss(
+        terms(), metrics=METRICS, options=hl.Options(backend=backend, check=mode == "check")
+    )
     with counted_collectives() as events:
         if mode in ("logits", "check"):
             out = head(hidden @ local.t(), labels, **given)
@@ -121,8 +135,12 @@ def test_what_does_not_go_together_is_refused(device):
         with pytest.raises((TypeError, ValueError), match=match):
             hl.vocab_statistics(x, **{"labels": labels, "want": NAMES} | arguments)
     turned = hl.IdSets.stack([kept[:3], kept[3:6]])  # of tokens [2, 3]
-    with pytest.raises(ValueError, match=r"sets must be of tokens \[3, 2\], or these flat, got \[2, 3\]"):
+    with pytest.raises(
+        ValueError, match=r"sets must be of tokens \[3, 2\], or these flat, got \[2, 3\]"
+    ):
         rows, few = hidden[:6].view(3, 2, -1), hl.Linear(max_valid_tokens=4)
-        hl.linear_vocab_statistics(rows, weight, labels[:6].view(3, 2), want=NAMES, sets=turned, linear=few)
+        hl.linear_vocab_statistics(
+            rows, weight, labels[:6].view(3, 2), want=NAMES, sets=turned, linear=few
+        )
     with pytest.raises(ValueError, match=r"missing \['sets'\]"):
         hl.HeadLoss([hl.Entropy(0.1, over="sets")])(x, labels)

@@ -7,16 +7,27 @@ import torch
 from loss_problem import V, rows
 
 import tp_headloss as hl
-from tp_headloss.head_loss.statistic_value import StatisticValue
+from tp_headloss.engine.reductions import StatisticValue
 
 
 def test_a_head_loss_prints_what_it_computes():
-    head = hl.HeadLoss([hl.CrossEntropy(), hl.ZLoss(1e-4)], metrics=("accuracy", hl.PolicyMetrics()), reduction="sum")
-    assert repr(head) == (
-        "HeadLoss(terms=[cross_entropy, 0.0001 * z_loss], metrics=[accuracy, policy_metrics], reduction='sum')"
+    head = hl.HeadLoss(
+        [hl.CrossEntropy(), hl.ZLoss(1e-4)],
+        metrics=("accuracy", hl.PolicyMetrics()),
+        reduction="sum",
     )
-    other = repr(hl.HeadLoss([hl.ZLoss(torch.tensor(1.0))], ignore_index=0, options=hl.Options(check=True)))
-    assert "tensor * z_loss" in other and "ignore_index=0, options=Options(" in other and "check=True" in other
+    assert repr(head) == (
+        "HeadLoss(terms=[cross_entropy, 0.0001 * z_loss], metrics=[accuracy, policy_metrics], "
+        "reduction='sum')"
+    )
+    other = repr(
+        hl.HeadLoss([hl.ZLoss(torch.tensor(1.0))], ignore_index=0, options=hl.Options(check=True))
+    )
+    assert (
+        "tensor * z_loss" in other
+        and "ignore_index=0, options=Options(" in other
+        and "check=True" in other
+    )
 
 
 def test_head_loss_refuses_what_it_cannot_mean():
@@ -27,11 +38,23 @@ def test_head_loss_refuses_what_it_cannot_mean():
     for build, words in (  # others are in tests/helpers/odd_inputs.py
         (lambda: hl.HeadLoss([smoothed, hl.Term("wants", len, want=("total",))]), "only one term"),
         (lambda: hl.HeadLoss([smoothed, hl.Term("free", free)]), "only one term"),
-        (lambda: hl.HeadLoss([smoothed, hl.Term("free", StatisticValue("total"))]), "only one term"),
-        (lambda: hl.HeadLoss([smoothed], metrics=hl.Metric(len, want=("total",))), "no metric uses it"),
+        (
+            lambda: hl.HeadLoss([smoothed, hl.Term("free", StatisticValue("total"))]),
+            "only one term",
+        ),
+        (
+            lambda: hl.HeadLoss([smoothed], metrics=hl.Metric(len, want=("total",))),
+            "no metric uses it",
+        ),
         (lambda: hl.HeadLoss([smoothed], metrics=hl.Metric(kept)), "no metric uses it"),
-        (lambda: hl.Term("mine", len, class_weight=class_weight), r"weighs the statistic 'total', .* want=\(\)"),
-        (lambda: hl.HeadLoss([hl.Term("hits", lambda stats: stats.correct.float())])(x, labels), "correct"),
+        (
+            lambda: hl.Term("mine", len, class_weight=class_weight),
+            r"weighs the statistic 'total', .* want=\(\)",
+        ),
+        (
+            lambda: hl.HeadLoss([hl.Term("hits", lambda stats: stats.correct.float())])(x, labels),
+            "correct",
+        ),
         (lambda: hl.HeadLoss([short])(x, labels), "class_weight"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -42,28 +65,42 @@ def own_ratio(stats, old_log_prob):
     return (stats.log_prob - old_log_prob).exp()
 
 
-MIXED = {  # terms and metrics besides a policy gradient over sets, whose "old_log_prob" is over sets, too -> the input
+# terms and metrics besides a policy gradient over sets, whose "old_log_prob" is over sets, too ->
+# the input
+MIXED = {
     "metrics": ((), hl.PolicyMetrics(), "old"),
     "metrics of the generator": ((), hl.GeneratorMetrics(), "old"),
     "a KL's weight": ((hl.KLToReference(0.1, importance_weight="old"),), (), "old"),
     "a term of one's own": ((hl.Term("own", own_ratio, inputs=("old_log_prob",)),), (), "old"),
-    "a reference": ((hl.KLToReference(0.1),), hl.PolicyMetrics(reference=True, over="sets"), "reference"),
+    "a reference": (
+        (hl.KLToReference(0.1),),
+        hl.PolicyMetrics(reference=True, over="sets"),
+        "reference",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", MIXED)
 def test_recorded_log_probs_are_over_the_same_ids_for_all_that_read_them(name):
     terms, metrics, recorded = MIXED[name]
-    with pytest.raises(ValueError, match=f"'{recorded}_log_prob' needs the same over=.* got .*'sets': '"):
+    with pytest.raises(
+        ValueError, match=f"'{recorded}_log_prob' needs the same over=.* got .*'sets': '"
+    ):
         hl.HeadLoss([hl.PolicyGradient(over="sets"), *terms], metrics=metrics)
 
 
 def test_inputs_that_only_one_of_them_reads_may_be_over_other_ids():
     hl.HeadLoss([hl.PolicyGradient("reinforce", over="sets")], metrics=hl.PolicyMetrics())
-    hl.HeadLoss([hl.PolicyGradient(over="sets"), hl.KLToReference(0.1)], metrics=hl.PolicyMetrics(over="sets"))
+    hl.HeadLoss(
+        [hl.PolicyGradient(over="sets"), hl.KLToReference(0.1)],
+        metrics=hl.PolicyMetrics(over="sets"),
+    )
 
 
-SHAPES = {"a mean": lambda s: -s.log_prob.mean(), "a row too many": lambda s: s.lse.expand(2, *s.lse.shape)}
+SHAPES = {
+    "a mean": lambda s: -s.log_prob.mean(),
+    "a row too many": lambda s: s.lse.expand(2, *s.lse.shape),
+}
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -75,13 +112,20 @@ def test_a_term_that_is_not_per_token_is_refused(name, options, device):
         with pytest.raises(ValueError, match=words):
             hl.HeadLoss([term], reduction=reduction, options=options)(x, labels)
     with pytest.raises(ValueError, match=words):
-        hidden, weight = torch.randn(*labels.shape, 4, device=device), torch.randn(V, 4, device=device)
+        hidden, weight = (
+            torch.randn(*labels.shape, 4, device=device),
+            torch.randn(V, 4, device=device),
+        )
         weight.requires_grad_()
-        hl.HeadLoss([term], options=options).linear(hidden, weight, labels, linear=hl.Linear("one_sweep"))
+        hl.HeadLoss([term], options=options).linear(
+            hidden, weight, labels, linear=hl.Linear("one_sweep")
+        )
     with pytest.raises(TypeError, match="got float"):
         hl.HeadLoss([hl.Term("mine", lambda s: 1.0)], options=options)(x, labels)
     with pytest.raises(ValueError, match="metric 'mine' must return a value per token"):
-        hl.HeadLoss(metrics=[hl.Metric(lambda s: {"mine": s.lse.sum()})], options=options)(x, labels)
+        hl.HeadLoss(metrics=[hl.Metric(lambda s: {"mine": s.lse.sum()})], options=options)(
+            x, labels
+        )
     with pytest.raises(ValueError, match="token_weight of term 'mine'"):
         weighted = hl.Term("mine", lambda s: s.lse, token_weight=lambda s: s.lse.sum())
         hl.HeadLoss([weighted], options=options)(x, labels)
@@ -89,9 +133,13 @@ def test_a_term_that_is_not_per_token_is_refused(name, options, device):
 
 def test_a_statistic_that_nobody_wants_is_named_where_a_term_uses_it():
     x, labels, *_ = rows()
-    with pytest.raises(ValueError, match=r"term 'mine' uses the statistics \['entropy'\].* want=\('entropy',\)"):
+    with pytest.raises(
+        ValueError, match=r"term 'mine' uses the statistics \['entropy'\].* want=\('entropy',\)"
+    ):
         hl.HeadLoss([hl.Term("mine", lambda s: -s.log_prob - 0.1 * s.entropy)])(x, labels)
-    with pytest.raises(ValueError, match=r"a metric uses the statistics \['entropy'\].* want=\('entropy',\)"):
+    with pytest.raises(
+        ValueError, match=r"a metric uses the statistics \['entropy'\].* want=\('entropy',\)"
+    ):
         hl.HeadLoss(metrics=hl.Metric(lambda s: {"entropy": s.entropy}))(x, labels)
 
 
@@ -100,7 +148,10 @@ IN_PLACE = {
     "term 'own'": {"terms": hl.Term("own", lambda s: s.log_prob.neg_(), tokenwise=True)},
     "term 'read'": {
         "terms": hl.Term(
-            "read", lambda s, advantages: advantages.sub_(1) * s.lse, inputs=("advantages",), tokenwise=True
+            "read",
+            lambda s, advantages: advantages.sub_(1) * s.lse,
+            inputs=("advantages",),
+            tokenwise=True,
         )
     },
 }
@@ -109,12 +160,19 @@ IN_PLACE = {
 @pytest.mark.parametrize("mode", ["logits", "one_sweep", "recompute"])
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("who", IN_PLACE)
-def test_a_function_that_changes_what_others_read_is_an_error_that_names_it(who, grad, mode, device):
-    hidden, weight = torch.randn(6, 8, device=device).requires_grad_(grad), torch.randn(V, 8, device=device)
+def test_a_function_that_changes_what_others_read_is_an_error_that_names_it(
+    who, grad, mode, device
+):
+    hidden, weight = (
+        torch.randn(6, 8, device=device).requires_grad_(grad),
+        torch.randn(V, 8, device=device),
+    )
     labels, head, given = torch.arange(6, device=device), hl.HeadLoss(**IN_PLACE[who]), {}
     if head.input_names:
         given["inputs"] = {"advantages": torch.ones(6, device=device)}
-    with pytest.raises(RuntimeError, match=f"must not change them in place .* got a change by {who}"):
+    with pytest.raises(
+        RuntimeError, match=f"must not change them in place .* got a change by {who}"
+    ):
         if mode == "logits":
             head(hidden @ weight.T, labels, **given)
         else:
@@ -124,15 +182,24 @@ def test_a_function_that_changes_what_others_read_is_an_error_that_names_it(who,
 def test_an_input_per_sequence_is_spread_and_an_ambiguous_one_refused(device):
     """[B] beside labels [B, S] would align with S."""
     x, labels = torch.randn(4, 4, V, device=device), torch.randint(0, V, (4, 4), device=device)
-    advantages, head = torch.tensor([1.0, -2.0, 3.0, 0.5], device=device), hl.HeadLoss([hl.PolicyGradient("reinforce")])
-    with pytest.raises(ValueError, match=r"input 'advantages' .* got \[4\]: a value per row is \[B, 1\]"):
+    advantages, head = (
+        torch.tensor([1.0, -2.0, 3.0, 0.5], device=device),
+        hl.HeadLoss([hl.PolicyGradient("reinforce")]),
+    )
+    with pytest.raises(
+        ValueError, match=r"input 'advantages' .* got \[4\]: a value per row is \[B, 1\]"
+    ):
         head(x, labels, inputs={"advantages": advantages})
     expected = head(x, labels, inputs={"advantages": advantages[:, None]}).loss
     sequences = hl.Sequences.from_mask(labels >= 0)
     spread = head(x, labels, inputs={"advantages": advantages, "sequences": sequences})
     assert torch.equal(spread.loss, expected)
-    packed = hl.Sequences.from_cu_seqlens(torch.arange(0, 17, 4, device=device), labels.flatten() >= 0)
-    flat = head(x.flatten(0, 1), labels.flatten(), inputs={"advantages": advantages, "sequences": packed})
+    packed = hl.Sequences.from_cu_seqlens(
+        torch.arange(0, 17, 4, device=device), labels.flatten() >= 0
+    )
+    flat = head(
+        x.flatten(0, 1), labels.flatten(), inputs={"advantages": advantages, "sequences": packed}
+    )
     torch.testing.assert_close(flat.loss, expected)
 
 
@@ -162,7 +229,9 @@ def test_terms_and_heads_are_pickled_and_compute_the_same(name):
     inputs["teacher"] = hl.Teacher(torch.randn(x.shape, generator=generator), 2.0)
     if name == "top-K":
         ids = torch.randint(0, V, (*shape, 3), generator=generator)
-        inputs["teacher"] = hl.TopKTeacher(ids, torch.rand(ids.shape, generator=generator).log_softmax(-1))
+        inputs["teacher"] = hl.TopKTeacher(
+            ids, torch.rand(ids.shape, generator=generator).log_softmax(-1)
+        )
     needed = head.input_names
     inputs = {key: pickle.loads(pickle.dumps(inputs[key])) for key in needed}
     one, other = (h(x, labels, inputs=inputs) for h in (head, again))

@@ -1,4 +1,5 @@
-"""Distillation from K entries of a teacher per token, against float64 definitions over the whole vocabulary."""
+"""Distillation from K entries of a teacher per token, against float64 definitions over the whole
+vocabulary."""
 
 import math
 
@@ -20,7 +21,8 @@ TEMPERATURES = {"one": (1.0, None, 1.0), "apart": (2.0, 3.0, 0.7), "tokens": (Tr
 
 
 def rows(k=K):
-    """Student, labels, and entries: random ids with duplicates, sentinels, masked ones, all on one shard, none."""
+    """Student, labels, and entries: random ids with duplicates, sentinels, masked ones, all on one
+    shard, none."""
     generator = torch.Generator().manual_seed(7)
     x = 2 * torch.randn(N, V, generator=generator)
     labels = torch.randint(0, V, (N,), generator=generator)
@@ -35,23 +37,37 @@ def rows(k=K):
         ids[5, 2:], log_probs[5, 3:5] = -1, -torch.inf
         mask[6, ::2] = False
         ids[6, 0] = 0  # padding that looks like an id
-        ids[7] = torch.arange(k) + 10 * (k < V)  # at few entries on one rank, whatever the number of ranks
+        # at few entries on one rank, whatever the number of ranks
+        ids[7] = torch.arange(k) + 10 * (k < V)
         mask[8] = False  # nothing to learn
         x[9, ids[9, 0]] = 25.0  # nearly all of the student's probability
         labels[7] = 15  # an entry, too
-    return x, labels, ids, log_probs, mask, [torch.rand(N, generator=generator) + 0.7 for _ in range(3)]
+    return (
+        x,
+        labels,
+        ids,
+        log_probs,
+        mask,
+        [torch.rand(N, generator=generator) + 0.7 for _ in range(3)],
+    )
 
 
 def settings(kind, support, device="cpu"):
     drawn = zip(TEMPERATURES[kind], rows()[-1])
-    of_teacher, of_student, rest = (value.to(device) if given is True else given for given, value in drawn)
+    of_teacher, of_student, rest = (
+        value.to(device) if given is True else given for given, value in drawn
+    )
     if support == "tail":  # no temperature of the teacher without renormalisation
-        return dict(of_teacher=1.0, of_student=1.0 if of_student is None else of_student, renormalize=False), rest
+        return dict(
+            of_teacher=1.0, of_student=1.0 if of_student is None else of_student, renormalize=False
+        ), rest
     return dict(of_teacher=of_teacher, of_student=of_student, renormalize=True), rest
 
 
 def run(group, device, kind, divergence, support, backend, k=K, with_tail=False):
-    x, labels, ids, log_probs, mask, _ = (v.to(device) if isinstance(v, torch.Tensor) else v for v in rows(k))
+    x, labels, ids, log_probs, mask, _ = (
+        v.to(device) if isinstance(v, torch.Tensor) else v for v in rows(k)
+    )
     options, rest = settings(kind, support, device)
     shard = hl.VocabShard.from_group(group, V, 256)
     local = F.pad(x, (0, 56), value=40.0)[:, shard.start : shard.stop].clone().requires_grad_()
@@ -62,12 +78,24 @@ def run(group, device, kind, divergence, support, backend, k=K, with_tail=False)
     )  # fmt: skip
     term = hl.TopKDistillation(0.7, divergence, support, temperature_squared=kind == "apart")
     options = hl.Options(backend=backend, transport="gather")
-    head = hl.HeadLoss([hl.CrossEntropy(0.5), hl.Entropy(0.01), term], reduction="none", options=options)
+    head = hl.HeadLoss(
+        [hl.CrossEntropy(0.5), hl.Entropy(0.01), term], reduction="none", options=options
+    )
     with counted_collectives() as forward:
-        out = head(local, labels, shard=shard, inputs={"teacher": teacher}, transform=hl.Transform(temperature=rest))
+        out = head(
+            local,
+            labels,
+            shard=shard,
+            inputs={"teacher": teacher},
+            transform=hl.Transform(temperature=rest),
+        )
     with counted_collectives() as backward:
         (out.loss * torch.linspace(-1, 2, N, device=device)).sum().backward()
-    return out.loss.detach().cpu(), local.grad.cpu(), (sum(forward.values()), sum(backward.values()))
+    return (
+        out.loss.detach().cpu(),
+        local.grad.cpu(),
+        (sum(forward.values()), sum(backward.values())),
+    )
 
 
 def expected(kind, divergence, support, k=K, tail=None):
@@ -75,11 +103,17 @@ def expected(kind, divergence, support, k=K, tail=None):
     options, rest = settings(kind, support)
     z = x.double().requires_grad_()
     value = definition(z, ids, log_probs, mask, divergence, support, tail=tail, **options)
-    value = value * (9.0 if kind == "apart" and not isinstance(options["of_student"], torch.Tensor) else 1.0)
+    value = value * (
+        9.0 if kind == "apart" and not isinstance(options["of_student"], torch.Tensor) else 1.0
+    )
     log_p = (z / column(rest)).log_softmax(-1)
     ce = -log_p.gather(1, labels.clamp(min=0)[:, None])[:, 0]
-    loss = torch.where(labels != -100, 0.5 * ce + 0.01 * (log_p.exp() * log_p).sum(-1) + 0.7 * value, 0.0)
-    return loss.detach(), torch.autograd.grad((loss * torch.linspace(-1, 2, N).double()).sum(), z)[0]
+    loss = torch.where(
+        labels != -100, 0.5 * ce + 0.01 * (log_p.exp() * log_p).sum(-1) + 0.7 * value, 0.0
+    )
+    return loss.detach(), torch.autograd.grad((loss * torch.linspace(-1, 2, N).double()).sum(), z)[
+        0
+    ]
 
 
 def check(results, loss, grad, world_size, collectives):
@@ -107,7 +141,8 @@ def test_values_and_gradients_equal_float64(kind, largest, divergence, support, 
 @pytest.mark.parametrize(
     ("divergence", "support", "k"),
     [
-        *(("forward_kl", "vocabulary", k) for k in (1, 3, 190, V)),  # 190: a chunk has entries in two blocks of them
+        # 190: a chunk has entries in two blocks of them
+        *(("forward_kl", "vocabulary", k) for k in (1, 3, 190, V)),
         *(case for k in (1, 3, V) for case in (("reverse_kl", "topk", k), ("jsd", "tail", k))),
     ],
 )
@@ -116,10 +151,12 @@ def test_one_entry_nearly_all_and_all_of_the_vocabulary(k, divergence, support, 
     check([run(None, device, "one", divergence, support, backend, k)], loss, grad, 1, 0)
 
 
-@pytest.mark.parametrize(("divergence", "support"), [("reverse_kl", "vocabulary"), ("forward_kl", "tail")])
+@pytest.mark.parametrize(
+    ("divergence", "support"), [("reverse_kl", "vocabulary"), ("forward_kl", "tail")]
+)
 def test_entries_in_several_tiles_of_a_chunk(divergence, support, options, device):
-    """4200 ids: a chunk is two tiles and a part of one. The label's tile is read after those behind it, and entries
-    are looked for in all of them."""
+    """4200 ids: a chunk is two tiles and a part of one. The label's tile is read after those behind
+    it, and entries are looked for in all of them."""
     v, generator = 4200, torch.Generator().manual_seed(8)
     x = 2 * torch.randn(4, v, generator=generator)
     x[:2] += 4 * (torch.arange(v) % 528 // 256)  # the maximum moves from tile to tile
@@ -132,8 +169,12 @@ def test_entries_in_several_tiles_of_a_chunk(divergence, support, options, devic
     settings = dict(of_teacher=1.0, of_student=1.5, renormalize=False)
     z, mask = x.double().requires_grad_(), torch.ones_like(ids, dtype=torch.bool)
     loss = definition(z, ids, log_probs, mask, divergence, support, **settings)
-    teacher = hl.TopKTeacher(ids.to(device), log_probs.to(device), student_temperature=1.5, renormalize=False)
-    head = hl.HeadLoss([hl.TopKDistillation(1.0, divergence, support)], reduction="none", options=options)
+    teacher = hl.TopKTeacher(
+        ids.to(device), log_probs.to(device), student_temperature=1.5, renormalize=False
+    )
+    head = hl.HeadLoss(
+        [hl.TopKDistillation(1.0, divergence, support)], reduction="none", options=options
+    )
     logits = x.to(device).requires_grad_()
     ours = head(logits, labels.to(device), inputs={"teacher": teacher}).loss
     torch.testing.assert_close(ours.double().cpu(), loss.detach(), rtol=3e-6, atol=3e-6)
@@ -166,16 +207,23 @@ def round_trip_run(group, device, backend):
     generator = torch.Generator().manual_seed(3)
     x, t = (torch.randn(2, 3, V, generator=generator) * 2 for _ in range(2))
     shard = hl.VocabShard.from_group(group, V, 256)
-    local, teacher = (F.pad(z, (0, 56))[..., shard.start : shard.stop].clone().to(device) for z in (x, t))
+    local, teacher = (
+        F.pad(z, (0, 56))[..., shard.start : shard.stop].clone().to(device) for z in (x, t)
+    )
     local.requires_grad_()
     options = hl.Options(backend=backend)
     exported = hl.topk_log_probs(teacher, V, shard=shard, ids_dtype=torch.int32, options=options)
-    few = hl.topk_log_probs(teacher, 20, top_p=0.5, shard=shard, dtype=torch.float16, options=options)
+    few = hl.topk_log_probs(
+        teacher, 20, top_p=0.5, shard=shard, dtype=torch.float16, options=options
+    )
     labels = torch.zeros(2, 3, dtype=torch.long, device=device)
     out = []
     for term, given in (
         (hl.Distillation(), hl.Teacher(teacher)),
-        (hl.TopKDistillation(support="vocabulary"), hl.TopKTeacher(exported.ids, exported.log_probs)),
+        (
+            hl.TopKDistillation(support="vocabulary"),
+            hl.TopKTeacher(exported.ids, exported.log_probs),
+        ),
         (hl.TopKDistillation(support="vocabulary"), hl.TopKTeacher(few.ids, few.log_probs)),
     ):
         head = hl.HeadLoss([term], reduction="none", options=options)
@@ -186,7 +234,8 @@ def round_trip_run(group, device, backend):
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_what_a_teacher_exports_its_student_learns(world_size, backend):
-    """All V entries are the whole teacher; the nucleus in half precision is the definition on what was exported."""
+    """All V entries are the whole teacher; the nucleus in half precision is the definition on what
+    was exported."""
     for (whole, all_entries, nucleus), few, _, x in on_ranks(world_size, round_trip_run, backend):
         torch.testing.assert_close(all_entries, whole, rtol=1e-5, atol=1e-6)
         assert (few.ids == -1).any() and few.log_probs.dtype == torch.float16
@@ -197,28 +246,43 @@ def test_what_a_teacher_exports_its_student_learns(world_size, backend):
 
 def test_odd_entries(options, device):
     """An id beyond the vocabulary or a NaN makes its token's distillation NaN, and nothing else."""
-    x, labels, ids, log_probs, mask, _ = (v.to(device) if isinstance(v, torch.Tensor) else v for v in rows())
+    x, labels, ids, log_probs, mask, _ = (
+        v.to(device) if isinstance(v, torch.Tensor) else v for v in rows()
+    )
     want = ("topk_forward_kl", "topk_reverse_kl", "topk_log_mass", "topk_jsd", "entropy")
-    good = hl.vocab_statistics(x, labels, want=want, teacher=hl.TopKTeacher(ids, log_probs, mask), options=options)
+    good = hl.vocab_statistics(
+        x, labels, want=want, teacher=hl.TopKTeacher(ids, log_probs, mask), options=options
+    )
     ids, log_probs, x = ids.clone(), log_probs.clone(), x.clone()
     ids[0, 3], log_probs[1, 5], log_probs[3, 7] = V, torch.nan, torch.inf
     x[4, ids[4, 2]] = -torch.inf  # the student rules out an entry
     x[6, ids[6, 1::2]] = -torch.inf  # and here all of them
-    stats = hl.vocab_statistics(x, labels, want=want, teacher=hl.TopKTeacher(ids, log_probs, mask), options=options)
+    stats = hl.vocab_statistics(
+        x, labels, want=want, teacher=hl.TopKTeacher(ids, log_probs, mask), options=options
+    )
     for name in want[:-1]:
         value = getattr(stats, name)
         assert value[[0, 1, 3]].isnan().all() and value[2] == 0, name
-        torch.testing.assert_close(value[[5, 7, 8, 9]], getattr(good, name)[[5, 7, 8, 9]], rtol=0, atol=0)
-    assert stats.entropy.isfinite().all() and stats.teacher_mass[8] == 0 and stats.topk_log_mass[8] == -torch.inf
+        torch.testing.assert_close(
+            value[[5, 7, 8, 9]], getattr(good, name)[[5, 7, 8, 9]], rtol=0, atol=0
+        )
+    assert (
+        stats.entropy.isfinite().all()
+        and stats.teacher_mass[8] == 0
+        and stats.topk_log_mass[8] == -torch.inf
+    )
     assert stats.topk_forward_kl[4] == torch.inf and stats.topk_reverse_kl[4].isfinite()
     assert stats.topk_forward_kl[6] == torch.inf == stats.topk_reverse_kl[6]
 
 
 def test_extreme_entries_keep_what_is_theirs(options, device):
-    """A log-prob of -120 at temperature 4; a teacher with nothing but its entry; a denormal probability."""
+    """A log-prob of -120 at temperature 4; a teacher with nothing but its entry; a denormal
+    probability."""
 
     def made(ids, log_probs, **more):
-        return hl.TopKTeacher(torch.tensor([ids], device=device), torch.tensor([log_probs], device=device), **more)
+        return hl.TopKTeacher(
+            torch.tensor([ids], device=device), torch.tensor([log_probs], device=device), **more
+        )
 
     x = torch.zeros(1, 8, device=device, requires_grad=True)
     teacher = made([0, 1], [0.0, -120.0], temperature=4.0)
@@ -229,26 +293,36 @@ def test_extreme_entries_keep_what_is_theirs(options, device):
     stats = hl.vocab_statistics(x, want=("topk_forward_kl",), teacher=duplicated, options=options)
     tau = torch.tensor([2 * math.exp(-2), math.exp(-0.5)]).double()
     tau /= tau.sum()
-    assert stats.topk_forward_kl.item() == pytest.approx((tau * (2 * tau).log()).sum().item(), rel=1e-5)
+    assert stats.topk_forward_kl.item() == pytest.approx(
+        (tau * (2 * tau).log()).sum().item(), rel=1e-5
+    )
     labels = torch.zeros(1, dtype=torch.long, device=device)
     for divergence in ("forward_kl", "reverse_kl", "jsd"):
         head = hl.HeadLoss([hl.TopKDistillation(1.0, divergence, "tail")], options=options)
         loss = head(x, labels, inputs={"teacher": made([2], [-5e-7], renormalize=False)}).loss
         assert loss.isfinite() and torch.autograd.grad(loss, x)[0].isfinite().all(), divergence
-    z, t = torch.tensor([[[0.0, -103.6, -102.0, -50.0]], [[0.0, -200.0, -200.0, -300.0]]], device=device)
+    z, t = torch.tensor(
+        [[[0.0, -103.6, -102.0, -50.0]], [[0.0, -200.0, -200.0, -300.0]]], device=device
+    )
     jsd = hl.vocab_statistics(z, want=("jsd",), teacher=hl.Teacher(t), options=options).jsd
     assert 0 <= jsd.item() < 1e-6
 
 
 def test_a_bad_label_is_nan_even_without_entries(options, device):
     x, none = torch.zeros(1, 8, device=device), torch.full((1, 2), -1, device=device)
-    labels, teacher = torch.tensor([99], device=device), hl.TopKTeacher(none, torch.zeros(1, 2, device=device))
+    labels, teacher = (
+        torch.tensor([99], device=device),
+        hl.TopKTeacher(none, torch.zeros(1, 2, device=device)),
+    )
     stats = hl.vocab_statistics(x, labels, want=TOPK_TEACHER, options=options, teacher=teacher)
-    assert all(getattr(stats, name).isnan().all() for name in ("lse", "teacher_mass", *TOPK_TEACHER))
+    assert all(
+        getattr(stats, name).isnan().all() for name in ("lse", "teacher_mass", *TOPK_TEACHER)
+    )
 
 
 def test_a_distant_tail_is_summed_directly(options, device):
-    """The student's probability outside of the entries is 1e-17, which 1 - that of the entries knows nothing of."""
+    """The student's probability outside of the entries is 1e-17, which 1 - that of the entries
+    knows nothing of."""
     x = torch.zeros(1, V, device=device)
     x[0, :2] = 45.0
     log_probs = torch.log(torch.tensor([[0.5, 0.4]], device=device))
@@ -263,15 +337,21 @@ def test_what_cannot_work_is_refused():
     wrong = {
         r"a Teacher serves the statistics .* got \['topk_forward_kl'\]": {"teacher": hl.Teacher(x)},
         r"a TopKTeacher serves the statistics .* got \['jsd'\]": {"want": ("jsd",)},
-        "teacher.mask must have shape": {"teacher": lambda: hl.TopKTeacher(ids, log_probs, ids[:2] == 0)},
-        "teacher.log_probs must be one of": {"teacher": hl.TopKTeacher(ids, log_probs.to(torch.float8_e5m2))},
+        "teacher.mask must have shape": {
+            "teacher": lambda: hl.TopKTeacher(ids, log_probs, ids[:2] == 0)
+        },
+        "teacher.log_probs must be one of": {
+            "teacher": hl.TopKTeacher(ids, log_probs.to(torch.float8_e5m2))
+        },
     }
     for message, change in wrong.items():
         given = {"want": ("topk_forward_kl",), "teacher": hl.TopKTeacher(ids, log_probs)} | change
         with pytest.raises((TypeError, ValueError), match=message):
             hl.vocab_statistics(x, **{name: v() if callable(v) else v for name, v in given.items()})
     labels = torch.zeros(3, dtype=torch.long)
-    with pytest.raises(ValueError, match="support='tail' needs a TopKTeacher with renormalize=False"):
+    with pytest.raises(
+        ValueError, match="support='tail' needs a TopKTeacher with renormalize=False"
+    ):
         head = hl.HeadLoss([hl.TopKDistillation(support="tail")])
         head(x, labels, inputs={"teacher": hl.TopKTeacher(ids, log_probs)})
 
@@ -280,7 +360,8 @@ WIDE, MANY = 34000, 40  # columns, of chunks with more than 8 tiles of 512; entr
 
 
 def tails():
-    """Student logits, labels, entries and log-probs of tokens whose tails are summed in every way."""
+    """Student logits, labels, entries and log-probs of tokens whose tails are summed in every
+    way."""
     generator = torch.Generator().manual_seed(11)
     x = torch.randn(9, WIDE, generator=generator)
     labels = torch.randint(20000, WIDE, (9,), generator=generator)
@@ -317,17 +398,26 @@ def test_tails_that_share_lanes_chunks_and_maxima_with_entries(want, temperature
         ours = getattr(stats, name)
         assert ours[8].isnan()
         torch.testing.assert_close(ours[:8].double().cpu(), expected[name], rtol=2e-6, atol=4e-6)
-    ours = torch.autograd.grad(sum((getattr(stats, name)[:8] * upstream.to(device)).sum() for name in want), x)[0]
+    ours = torch.autograd.grad(
+        sum((getattr(stats, name)[:8] * upstream.to(device)).sum() for name in want), x
+    )[0]
     (reference,) = torch.autograd.grad(sum((expected[name] * upstream).sum() for name in want), z)
     ours = ours[:8].double().cpu()
     torch.testing.assert_close(ours, reference, rtol=2e-5, atol=1e-7 * float(reference.abs().max()))
 
 
 def checked_entries(backend="torch", linear=False, max_valid=None, **given):
-    """A call with check=True over 4 tokens of 50 ids, the second token ignored. given: parts of the teacher."""
+    """A call with check=True over 4 tokens of 50 ids, the second token ignored. given: parts of the
+    teacher."""
     labels = torch.tensor([0, -100, 2, 3])
-    teacher = hl.TopKTeacher(**{"ids": torch.arange(8).view(4, 2), "log_probs": torch.full((4, 2), 0.5).log()} | given)
-    options = {"want": ("topk_forward_kl",), "teacher": teacher, "options": hl.Options(backend=backend, check=True)}
+    teacher = hl.TopKTeacher(
+        **{"ids": torch.arange(8).view(4, 2), "log_probs": torch.full((4, 2), 0.5).log()} | given
+    )
+    options = {
+        "want": ("topk_forward_kl",),
+        "teacher": teacher,
+        "options": hl.Options(backend=backend, check=True),
+    }
     if not linear:
         return hl.vocab_statistics(torch.zeros(4, 50), labels, **options)
     options["linear"] = hl.Linear(max_valid_tokens=max_valid)
@@ -340,7 +430,9 @@ CHECKED = [{}, {"linear": True}, {"linear": True, "max_valid": 3}]
 
 @pytest.mark.parametrize("how", CHECKED)
 def test_logits_in_place_of_a_teachers_log_probs_are_found_by_check(how):
-    words = r"teacher.log_probs of token 3 .* at most 1, got 2.85.* from \[1.0, -2.0\]; 1 such tokens"
+    words = (
+        r"teacher.log_probs of token 3 .* at most 1, got 2.85.* from \[1.0, -2.0\]; 1 such tokens"
+    )
     with pytest.raises(ValueError, match=words):
         checked_entries(log_probs=LOGITS_OF_TOKEN_3, **how)
     with pytest.raises(ValueError, match="got nan from"):
@@ -350,22 +442,36 @@ def test_logits_in_place_of_a_teachers_log_probs_are_found_by_check(how):
 @pytest.mark.parametrize("how", CHECKED)
 def test_ids_of_a_teacher_beyond_the_vocabulary_are_found_by_check(how):
     ids = torch.tensor([[0, 1], [50, 1], [2, 49], [-1, 50]])
-    with pytest.raises(ValueError, match=r"teacher.ids of token 3 .flat index. must be below 50, got \[-1, 50\]"):
+    with pytest.raises(
+        ValueError, match=r"teacher.ids of token 3 .flat index. must be below 50, got \[-1, 50\]"
+    ):
         checked_entries(ids=ids, **how)
     checked_entries(ids=ids, mask=ids < 50, **how)  # as the documentation says to do
 
 
 def test_check_allows_log_probs_that_were_rounded_and_entries_that_do_not_count():
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        whole = torch.randn(4, 4096, generator=torch.Generator().manual_seed(1)).log_softmax(-1).to(dtype)
+        whole = (
+            torch.randn(4, 4096, generator=torch.Generator().manual_seed(1))
+            .log_softmax(-1)
+            .to(dtype)
+        )
         top = whole.topk(2048)
         labels, x = torch.arange(4), torch.zeros(4, 4096)
         options = {"want": ("topk_forward_kl",), "options": hl.Options(check=True)}
         hl.vocab_statistics(x, labels, teacher=hl.TopKTeacher(top.indices, top.values), **options)
-        hl.vocab_statistics(x, labels, teacher=hl.TopKTeacher(torch.arange(4096).expand(4, -1), whole), **options)
-    ids, other = torch.tensor([[0, -1, 2]]).repeat(4, 1), torch.tensor([[-0.1, 9.0, 8.0]]).repeat(4, 1)
+        hl.vocab_statistics(
+            x, labels, teacher=hl.TopKTeacher(torch.arange(4096).expand(4, -1), whole), **options
+        )
+    ids, other = (
+        torch.tensor([[0, -1, 2]]).repeat(4, 1),
+        torch.tensor([[-0.1, 9.0, 8.0]]).repeat(4, 1),
+    )
     checked_entries(ids=ids, log_probs=other, mask=torch.tensor([[True, True, False]]).repeat(4, 1))
-    checked_entries(ids=torch.tensor([[0, 50]]).repeat(4, 1), log_probs=torch.tensor([[0.0, -torch.inf]]).repeat(4, 1))
+    checked_entries(
+        ids=torch.tensor([[0, 50]]).repeat(4, 1),
+        log_probs=torch.tensor([[0.0, -torch.inf]]).repeat(4, 1),
+    )
 
 
 def test_a_tail_counts_in_the_mass_that_is_checked():
@@ -377,5 +483,7 @@ def test_a_tail_counts_in_the_mass_that_is_checked():
         if is_right:
             head(*given, inputs={"teacher": teacher})
             continue
-        with pytest.raises(ValueError, match=r"log-probs, of probabilities that add up to at most 1, got 4.6"):
+        with pytest.raises(
+            ValueError, match=r"log-probs, of probabilities that add up to at most 1, got 4.6"
+        ):
             head(*given, inputs={"teacher": teacher})

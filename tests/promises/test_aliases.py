@@ -1,4 +1,5 @@
-"""Names of verl, TRL, torch and others: a synonym is taken, and for every other name the error says what to write."""
+"""Names of verl, TRL, torch and others: a synonym is taken, and for every other name the error says
+what to write."""
 
 import re
 from pathlib import Path
@@ -34,8 +35,15 @@ from tp_headloss.spec import OneOf, lines_within
 from tp_headloss.spec.aliases import ALIASES, KEYWORDS, WRITTEN, rows, synonym
 
 PAGE = Path(__file__).parents[2] / "docs" / "names.md"
-PUBLIC = [getattr(module, name) for module in (tp_headloss, losses) for name in module.__all__] + [Sequences.aggregate]
-CHOICES = [line for function in PUBLIC for line in lines_within(function).values() if isinstance(line, OneOf)]
+PUBLIC = [getattr(module, name) for module in (tp_headloss, losses) for name in module.__all__] + [
+    Sequences.aggregate
+]
+CHOICES = [
+    line
+    for function in PUBLIC
+    for line in lines_within(function).values()
+    if isinstance(line, OneOf)
+]
 LOGITS, LABELS = torch.randn(2, 5, 11), torch.zeros(2, 5, dtype=torch.int64)
 
 
@@ -53,7 +61,9 @@ def test_a_value_is_taken_or_refused_with_what_to_write(alias):
     meant = [line for line in CHOICES if alias.ours in line.names and alias.name not in line.names]
     assert meant, "no public function has our name"
     for line in meant:
-        first = next(x for x in ALIASES if x.name == alias.name and x.of == "value" and x.ours in line.names)
+        first = next(
+            x for x in ALIASES if x.name == alias.name and x.of == "value" and x.ours in line.names
+        )
         said = f"got {alias.name!r}: write {first.write or repr(first.ours)}"
         with pytest.raises(ValueError, match=re.escape(said)):
             line.check("argument", alias.name, {})
@@ -85,7 +95,11 @@ def test_a_keyword_is_refused_with_what_to_write(alias):
 
 
 def test_what_is_to_be_written_exists():
-    calls = {name for alias in ALIASES for name in re.findall(r"\b([A-Z]\w+)[.(]", alias.write or alias.ours)}
+    calls = {
+        name
+        for alias in ALIASES
+        for name in re.findall(r"\b([A-Z]\w+)[.(]", alias.write or alias.ours)
+    }
     assert len(calls) > 10 and not {name for name in calls if not hasattr(tp_headloss, name)}
 
 
@@ -99,12 +113,15 @@ def test_synonyms_are_our_names_wherever_they_are_written():
     head.reduction = "token-sum"
     assert head.reduction == "sum"
     assert (
-        KLToReference(0.1, "low_var_kl").function.args[1] == KLToReference(0.1, estimator="low_var_kl").function.args[1]
+        KLToReference(0.1, "low_var_kl").function.args[1]
+        == KLToReference(0.1, estimator="low_var_kl").function.args[1]
     )
     assert PolicyGradient("gpg").function.args[0] is losses.reinforce
     x = torch.tensor([-1.0, -2.0])
     given = {"reference_log_prob": x - 1}
-    torch.testing.assert_close(losses.kl_estimate(x, estimator="low_var_kl", **given), losses.kl_estimate(x, **given))
+    torch.testing.assert_close(
+        losses.kl_estimate(x, estimator="low_var_kl", **given), losses.kl_estimate(x, **given)
+    )
 
 
 def my_loss(stats):
@@ -125,14 +142,29 @@ class Own(statistics.Family):
 
 # a call -> words of its error
 MESSAGES = {
-    "one clip": (lambda: PolicyGradient("clip", clip=0.2), "such as (0.2, 0.28), got 0.2: for both, (0.2, 0.2)"),
-    "spelling": (lambda: HeadLoss(reduction="seq_mean_token_sum"), "did you mean 'seq-mean-token-sum'?"),
+    "one clip": (
+        lambda: PolicyGradient("clip", clip=0.2),
+        "such as (0.2, 0.28), got 0.2: for both, (0.2, 0.2)",
+    ),
+    "spelling": (
+        lambda: HeadLoss(reduction="seq_mean_token_sum"),
+        "did you mean 'seq-mean-token-sum'?",
+    ),
     "a synonym of something else": (lambda: KLToReference(0.1, "token-mean"), "got 'token-mean'"),
     "case": (lambda: KLToReference(0.1, "K3"), "did you mean 'k3'?"),
-    "keyword's spelling": (lambda: CrossEntropy(label_smooth=0.1), "did you mean 'label_smoothing'?"),
+    "keyword's spelling": (
+        lambda: CrossEntropy(label_smooth=0.1),
+        "did you mean 'label_smoothing'?",
+    ),
     "metric's spelling": (lambda: HeadLoss(metrics="acuracy"), "did you mean 'accuracy'?"),
-    "a metric without brackets": (lambda: HeadLoss(metrics=BitsPerByte), "got BitsPerByte: call it, BitsPerByte(..)"),
-    "a whole loss as a term": (lambda: HeadLoss([PPO(), ZLoss(1e-4)]), "got HeadLoss: it is a whole loss, whose terms"),
+    "a metric without brackets": (
+        lambda: HeadLoss(metrics=BitsPerByte),
+        "got BitsPerByte: call it, BitsPerByte(..)",
+    ),
+    "a whole loss as a term": (
+        lambda: HeadLoss([PPO(), ZLoss(1e-4)]),
+        "got HeadLoss: it is a whole loss, whose terms",
+    ),
     "one statistic": (
         lambda: Term("own", lambda stats: stats.lse, want="entropy"),
         "got 'entropy': write ('entropy',)",
@@ -143,34 +175,51 @@ MESSAGES = {
     ),
     "a mask that is added": (
         lambda: HeadLoss(options=Options(check=True))(LOGITS, LABELS, token_weight=LABELS - 1e4),
-        "token_weight of token 0 (flat index) must not be below 0 where a mean divides by the weights' sum",
+        "token_weight of token 0 (flat index) must not be below 0 where a mean divides by the "
+        "weights' sum",
     ),
     "a function": (lambda: HeadLoss([my_loss]), "got my_loss: wrap it, Term('my_loss', function)"),
     "a term without brackets": (lambda: HeadLoss([ZLoss]), "got ZLoss: call it, ZLoss(..)"),
-    "torch's layout": (lambda: HeadLoss()(LOGITS.movedim(-1, 1), LABELS), "[*[2, 5], V], the vocabulary comes last"),
-    "soft labels": (lambda: HeadLoss()(LOGITS, LOGITS.softmax(-1)), "inputs={'teacher': Teacher(q.log())}"),
+    "torch's layout": (
+        lambda: HeadLoss()(LOGITS.movedim(-1, 1), LABELS),
+        "[*[2, 5], V], the vocabulary comes last",
+    ),
+    "soft labels": (
+        lambda: HeadLoss()(LOGITS, LOGITS.softmax(-1)),
+        "inputs={'teacher': Teacher(q.log())}",
+    ),
     "soft labels of statistics": (
         lambda: vocab_statistics(LOGITS, LOGITS.softmax(-1)),
         "q are for the term Distillation",
     ),
-    "labels in floating point": (lambda: HeadLoss()(LOGITS, LABELS.float()), "got torch.float32: pass its .long()"),
+    "labels in floating point": (
+        lambda: HeadLoss()(LOGITS, LABELS.float()),
+        "got torch.float32: pass its .long()",
+    ),
     "positions in floating point": (
         lambda: sample(LOGITS[0], positions=torch.ones(5), seed=0),
         "positions must be int64 or int32, got torch.float32: pass its .long()",
     ),
-    "Hinton's alpha": (lambda: Distillation(alpha=0.5), "write [CrossEntropy(1 - alpha), Distillation(alpha)]"),
+    "Hinton's alpha": (
+        lambda: Distillation(alpha=0.5),
+        "write [CrossEntropy(1 - alpha), Distillation(alpha)]",
+    ),
     "a module of torch": (
         lambda: Term("ce", torch.nn.CrossEntropyLoss()),
         "term 'ce': function must take (stats), got (input: torch.Tensor, target",
     ),
     "an advantage per row that is none": (
         lambda: HeadLoss(PolicyGradient("reinforce"))(
-            LOGITS, LABELS, inputs={"advantages": torch.ones(3), "sequences": Sequences.from_mask(LABELS == 0)}
+            LOGITS,
+            LABELS,
+            inputs={"advantages": torch.ones(3), "sequences": Sequences.from_mask(LABELS == 0)},
         ),
         "input 'advantages' must be [2], one per sequence, or [2, 5], one per token, got [3]",
     ),
     "a reference without a KL": (
-        lambda: PPO(kl=0)(LOGITS, LABELS, inputs=dict.fromkeys((*PPO().input_names, "reference_log_prob"), LOGITS)),
+        lambda: PPO(kl=0)(
+            LOGITS, LABELS, inputs=dict.fromkeys((*PPO().input_names, "reference_log_prob"), LOGITS)
+        ),
         "which none of them takes; a KL of weight 0, as kl=0, takes none",
     ),
     "lengths as bounds": (
@@ -190,9 +239,18 @@ MESSAGES = {
         "got 'advantages': call HeadLoss with it and with moved labels",
     ),
     "an unknown keyword": (lambda: CrossEntropy(xyz=1), "got an unexpected keyword argument 'xyz'"),
-    "an unknown keyword of a preset": (lambda: GRPO(xyz=1), "GRPO() got an unexpected keyword argument 'xyz'"),
-    "spelling of a preset's keyword": (lambda: GRPO(metric="rank"), "'metric': did you mean 'metrics'?"),
-    "a top-k that is off": (lambda: SamplingRule(top_k=-1), "top_k must be at least 1, got -1: None is for all ids"),
+    "an unknown keyword of a preset": (
+        lambda: GRPO(xyz=1),
+        "GRPO() got an unexpected keyword argument 'xyz'",
+    ),
+    "spelling of a preset's keyword": (
+        lambda: GRPO(metric="rank"),
+        "'metric': did you mean 'metrics'?",
+    ),
+    "a top-k that is off": (
+        lambda: SamplingRule(top_k=-1),
+        "top_k must be at least 1, got -1: None is for all ids",
+    ),
     "a temperature of 0": (
         lambda: Transform(temperature=0),
         "in fp32, got 0: greedy is SamplingRule(top_k=1), or argmax",
@@ -216,13 +274,25 @@ def test_a_message_says_what_to_do(name):
 
 
 MADE, CALLED = HeadLoss(), (LOGITS, LABELS)
-KINDS = {  # a function of a loss -> a call of it with a keyword, and where its arguments are written
+# a function of a loss -> a call of it with a keyword, and where its arguments are written
+KINDS = {
     "HeadLoss": (lambda **given: HeadLoss(**given), "HeadLoss(.., {}=..)"),
     "HeadLoss.forward": (lambda **given: MADE(*CALLED, **given), "HeadLoss(..)(.., {}=..)"),
-    "HeadLoss.linear": (lambda **given: MADE.linear(LOGITS, *CALLED, **given), "HeadLoss(..).linear(.., {}=..)"),
+    "HeadLoss.linear": (
+        lambda **given: MADE.linear(LOGITS, *CALLED, **given),
+        "HeadLoss(..).linear(.., {}=..)",
+    ),
 }
-WITHOUT_A_CALL = {"CausalLMLoss": CausalLMLoss, "CrossEntropy": CrossEntropy, "PolicyGradient": PolicyGradient}
-OTHERS = WITHOUT_A_CALL | {"GRPO": GRPO, "BitsPerByte": BitsPerByte} | {name: call for name, (call, _) in KINDS.items()}
+WITHOUT_A_CALL = {
+    "CausalLMLoss": CausalLMLoss,
+    "CrossEntropy": CrossEntropy,
+    "PolicyGradient": PolicyGradient,
+}
+OTHERS = (
+    WITHOUT_A_CALL
+    | {"GRPO": GRPO, "BitsPerByte": BitsPerByte}
+    | {name: call for name, (call, _) in KINDS.items()}
+)
 
 
 @pytest.mark.parametrize("place", KINDS)
@@ -238,7 +308,10 @@ def test_an_argument_in_the_wrong_place_is_refused_with_its_place(name, place):
         written += [x.ours for x in ALIASES if x.name == keyword and name in x.of.split(", ")]
         with pytest.raises(TypeError, match=re.escape(f"{keyword!r}: write ")) as error:
             OTHERS[name](**{keyword: None})
-        assert any(f": write {text}" in str(error.value) for text in written), (error.value, written)
+        assert any(f": write {text}" in str(error.value) for text in written), (
+            error.value,
+            written,
+        )
 
 
 def test_a_preset_has_its_own_reduction_and_says_so():

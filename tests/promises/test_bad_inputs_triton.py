@@ -1,7 +1,7 @@
 """The odd inputs of `test_bad_inputs.py` on the Triton backend.
 
-Interpreted kernels are slow: on CPUs each name meets one group size and one dtype, all of them in turn. GPUs run them
-all.
+Interpreted kernels are slow: on CPUs each name meets one group size and one dtype, all of them in
+turn. GPUs run them all.
 """
 
 import pytest
@@ -22,4 +22,6 @@ def runs_here(name, world_size):
 @pytest.mark.parametrize("name, world_size", [place for place in MATRIX if runs_here(*place)])
 def test_odd_inputs_are_right_or_refused_on_every_rank(name, world_size):
     turn = TURN[name] // len(SIZES[name]) % len(DTYPES)
-    holds(name, world_size, "triton", DTYPES if torch.cuda.is_available() else DTYPES[turn : turn + 1])
+    holds(
+        name, world_size, "triton", DTYPES if torch.cuda.is_available() else DTYPES[turn : turn + 1]
+    )

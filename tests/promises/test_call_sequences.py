@@ -1,7 +1,9 @@
-"""A call's result depends on its arguments alone: random calls in other orders, in processes of their own, are alike.
+"""A call's result depends on its arguments alone: random calls in other orders, in processes of
+their own, are alike.
 
-What outlives a call (known calls, prepared launches, obstacles, forecasts of upstream gradients, memory that kernels
-share, compile caches) is met by calls of all kinds there, in an order that no other process has.
+What outlives a call (known calls, prepared launches, obstacles, forecasts of upstream gradients,
+memory that kernels share, compile caches) is met by calls of all kinds there, in an order that no
+other process has.
 """
 
 import os
@@ -16,7 +18,8 @@ FULL = bool(os.environ.get("TP_HEADLOSS_FULL"))
 COUNT = 60 if FULL else 40
 MODES = "grad", "grad", "grad", "no_grad", "inference", "autocast", "stream"
 CUDA = torch.cuda.is_available()
-# one read and two launches may differ in the last bit of bf16, and which of both writes a gradient depends on before
+# one read and two launches may differ in the last bit of bf16, and which of both writes a gradient
+# depends on before
 TOLERANCE = 2**-7 if CUDA else 0.0
 
 
@@ -33,7 +36,9 @@ def _in_a_process(pipe, calls, order):
 
         patch_interpreter()
         torch.set_num_threads(1)
-    pipe.send_bytes(_to_bytes(in_order(None, torch.device("cuda" if CUDA else "cpu"), calls, order)))
+    pipe.send_bytes(
+        _to_bytes(in_order(None, torch.device("cuda" if CUDA else "cpu"), calls, order))
+    )
 
 
 def in_fresh_processes(calls, all_orders) -> list[list]:
@@ -56,7 +61,9 @@ def expect_alike(calls, results):
 
 
 @pytest.mark.parametrize("seed", range(4 if FULL else 1))
-@pytest.mark.parametrize("backends, modes", [(("torch",), (*MODES, "thread")), (("torch", "triton", "triton"), MODES)])
+@pytest.mark.parametrize(
+    "backends, modes", [(("torch",), (*MODES, "thread")), (("torch", "triton", "triton"), MODES)]
+)
 def test_calls_in_any_order_give_the_same(seed, backends, modes):
     count = COUNT if backends == ("torch",) or CUDA else COUNT // 2  # the interpreter is slow
     calls = random_calls(seed, count, backends, modes)
@@ -69,6 +76,8 @@ def test_calls_in_any_order_give_the_same(seed, backends, modes):
 def test_calls_of_a_group_in_any_order_give_the_same(world_size):
     """In the processes of all tests, which have made calls before."""
     calls = random_calls(world_size, COUNT // 2, ("torch",), MODES)
-    by_order = [on_ranks(world_size, in_order, calls, order) for order in orders(world_size, len(calls))]
+    by_order = [
+        on_ranks(world_size, in_order, calls, order) for order in orders(world_size, len(calls))
+    ]
     for of_rank in zip(*by_order):
         expect_alike(calls, of_rank)

@@ -1,4 +1,5 @@
-"""What README and documentation say: their Python runs, and their figures are those of the files beside them."""
+"""What README and documentation say: their Python runs, and their figures are those of the files
+beside them."""
 
 import contextlib
 import doctest
@@ -31,7 +32,8 @@ def test_the_readme_is_read_in_minutes():
 
 
 def code_and_prose(text: str) -> tuple[list[str], str]:
-    """The lines of code of a page, without printed output, and its text without code, comments and targets of links."""
+    """The lines of code of a page, without printed output, and its text without code, comments and
+    targets of links."""
     fence, before, code, prose = "", "", [], []
     for line in text.splitlines():
         if line.lstrip().startswith("```"):
@@ -45,13 +47,16 @@ def code_and_prose(text: str) -> tuple[list[str], str]:
 
 
 def test_pages_are_narrow_and_guides_have_few_numbers():
-    """Prints words, numbers per 100 words and the longest line of code of each page (GPU reports are not written)."""
+    """Prints words, numbers per 100 words and the longest line of code of each page (GPU reports
+    are not written)."""
     too_wide, too_dense = [], []
     for page in PAGES:
         code, prose = code_and_prose(page.read_text())
         words, width = len(prose.split()), max(map(len, code), default=0)
         share = 100 * len(re.findall(r"(?<![\w.])\d[\d.,]*", prose)) / max(words, 1)
-        print(f"{name_of(page):32} {words:5} words, {share:4.1f} numbers per 100, code {width:3} columns")
+        print(
+            f"{name_of(page):32} {words:5} words, {share:4.1f} numbers per 100, code {width:3} columns"
+        )
         too_wide += [name_of(page)] if width > 80 and "gpu_check" not in page.name else []
         too_dense += [name_of(page)] if share > 5 and page.parent.name == "guides" else []
     assert not too_wide and not too_dense
@@ -59,8 +64,11 @@ def test_pages_are_narrow_and_guides_have_few_numbers():
 
 
 def test_every_command_that_writes_a_run_can_be_run_again():
-    commands = [c for c in re.findall(r"torchrun (?:(?!\n\n|\n +torchrun)[^`#])*", TEXT) if "launch/" in c]
-    smallest = "launch/trainer", "launch/batch_invariance"  # goes on from what is there, writes nothing
+    commands = [
+        c for c in re.findall(r"torchrun (?:(?!\n\n|\n +torchrun)[^`#])*", TEXT) if "launch/" in c
+    ]
+    # goes on from what is there, writes nothing
+    smallest = "launch/trainer", "launch/batch_invariance"
     writing = [c for c in commands if not any(name in c for name in smallest)]
     writing = [c for c in writing if "megatron_pretrain" not in c or "--out" in c]
     assert len(writing) >= 5
@@ -93,7 +101,12 @@ def test_the_blocks_of_several_ranks_run(page):
 
 
 def test_every_marked_block_is_run_somewhere():
-    marked = {(block.kind, block.mark) for page in PAGES for block in blocks(page) if block.kind in ("host", "run")}
+    marked = {
+        (block.kind, block.mark)
+        for page in PAGES
+        for block in blocks(page)
+        if block.kind in ("host", "run")
+    }
     assert len(marked) >= 6
     tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
     for kind, mark in marked:
@@ -101,7 +114,8 @@ def test_every_marked_block_is_run_somewhere():
 
 
 def of_all_micro_batches(group, device, dp):
-    """Gradients and accuracy after the README's step of gradient accumulation; dp = 1: of the whole batch at once."""
+    """Gradients and accuracy after the README's step of gradient accumulation; dp = 1: of the whole
+    batch at once."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Embedding(20, 5), torch.nn.Linear(5, 20)).to(device)
     inputs, labels = torch.randint(0, 20, (2, 4, 6), device=device)
@@ -109,7 +123,9 @@ def of_all_micro_batches(group, device, dp):
     if dp == 1:
         out = HeadLoss(metrics=("accuracy",))(model(inputs), labels)
         out.loss.backward()
-        return [p.grad.cpu() for p in model.parameters()], float(out.metrics["accuracy"] / out.count)
+        return [p.grad.cpu() for p in model.parameters()], float(
+            out.metrics["accuracy"] / out.count
+        )
     model = torch.nn.parallel.DistributedDataParallel(model, process_group=group)
     rank = dist.get_rank(group)
     scope = {
@@ -133,7 +149,9 @@ def test_gradient_accumulation_on_data_parallel_ranks_is_one_step_of_the_whole_b
 
 def logits_of_ones_own(group, device):
     """Gradients of a layer below logits that the caller makes, with the hook of the guide."""
-    hook = re.search(r"`(hidden\.register_hook[^`]*)`", (ROOT / "docs/guides/torch.md").read_text())[1]
+    hook = re.search(
+        r"`(hidden\.register_hook[^`]*)`", (ROOT / "docs/guides/torch.md").read_text()
+    )[1]
     torch.manual_seed(0)
     x, labels = torch.randn(4, 6, device=device), torch.randint(0, 20, (4,), device=device)
     layer, weight = torch.nn.Linear(6, 5).to(device), torch.randn(20, 5, device=device)
@@ -145,46 +163,68 @@ def logits_of_ones_own(group, device):
 
 
 def test_the_hook_of_the_guide_sums_the_gradient_of_the_hidden_states():
-    expected = logits_of_ones_own(None, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    expected = logits_of_ones_own(
+        None, torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    )
     for grads in on_ranks(2, logits_of_ones_own):
         for ours, whole in zip(grads, expected):
             torch.testing.assert_close(ours, whole, rtol=1e-5, atol=1e-6)
 
 
 PUBLIC = {name: getattr(tp_headloss, name) for name in tp_headloss.__all__}
-FUNCTIONS = {f"losses.{name}": getattr(losses, name) for name in losses.__all__ if callable(getattr(losses, name))}
+FUNCTIONS = {
+    f"losses.{name}": getattr(losses, name)
+    for name in losses.__all__
+    if callable(getattr(losses, name))
+}
 DOCUMENTED = {name: value for name, value in PUBLIC.items() if name != "losses"} | FUNCTIONS
 
 
 @pytest.mark.parametrize("name", DOCUMENTED)
 def test_a_public_name_is_documented_and_its_examples_print_what_they_say(name):
     value = DOCUMENTED[name]
-    found = set(re.findall(r"^(Args|Attributes|Returns|Raises|Examples):$", inspect.getdoc(value) or "", re.M))
+    found = set(
+        re.findall(
+            r"^(Args|Attributes|Returns|Raises|Examples):$", inspect.getdoc(value) or "", re.M
+        )
+    )
     assert found & {"Args", "Attributes"} or not inspect.signature(value).parameters
     assert "Examples" in found and (inspect.isclass(value) or "Returns" in found)
-    for example in doctest.DocTestFinder(recurse=True).find(value, name, globs={"torch": torch, **PUBLIC}):
+    for example in doctest.DocTestFinder(recurse=True).find(
+        value, name, globs={"torch": torch, **PUBLIC}
+    ):
         said = io.StringIO()
-        with mock.patch.object(statistics, "FAMILIES", statistics.FAMILIES):  # what an example registers is its own
+        # what an example registers is its own
+        with mock.patch.object(statistics, "FAMILIES", statistics.FAMILIES):
             doctest.DocTestRunner(verbose=False).run(example, out=said.write)
         assert not said.getvalue(), said.getvalue()
 
 
 @pytest.mark.parametrize("name", [name for name in PUBLIC if hasattr(PUBLIC[name], "_fields")])
 def test_help_of_a_result_says_what_its_fields_are(name):
-    assert not [field for field in PUBLIC[name]._fields if "Alias" in getattr(PUBLIC[name], field).__doc__]
+    assert not [
+        field for field in PUBLIC[name]._fields if "Alias" in getattr(PUBLIC[name], field).__doc__
+    ]
 
 
 def test_the_reference_has_every_public_name():
     pages = "\n".join(page.read_text() for page in (ROOT / "docs/reference").glob("*.md"))
-    assert not [name for name in PUBLIC if name != "losses" and f"::: tp_headloss.{name}\n" not in f"{pages}\n"]
-    members = re.search(r"members: \[(.*?)\]", (ROOT / "docs/reference/functions.md").read_text(), re.S)[1]
+    assert not [
+        name
+        for name in PUBLIC
+        if name != "losses" and f"::: tp_headloss.{name}\n" not in f"{pages}\n"
+    ]
+    members = re.search(
+        r"members: \[(.*?)\]", (ROOT / "docs/reference/functions.md").read_text(), re.S
+    )[1]
     members = re.findall(r"\w+", members)
     members.append("cross_entropy")  # named on its own, because its module has its name
     assert sorted(f"losses.{name}" for name in members) == sorted(FUNCTIONS)
 
 
 def figures(value) -> set[str]:
-    """The numbers of a row of measurements as the pages write them: whole, and with one and two decimals."""
+    """The numbers of a row of measurements as the pages write them: whole, and with one and two
+    decimals."""
     if isinstance(value, dict):
         return set().union(*map(figures, value.values()))
     if isinstance(value, list):
@@ -196,11 +236,16 @@ def figures(value) -> set[str]:
 
 @functools.cache
 def measured(*files: str) -> list[set[str]]:
-    """The figures of every row of docs/bench; a row of the linear head also has its time over its bare GEMMs."""
+    """The figures of every row of docs/bench; a row of the linear head also has its time over its
+    bare GEMMs."""
     rows = []
-    for path in sorted(path for name in files or ["tp*"] for path in (ROOT / "docs/bench").glob(f"{name}.json")):
+    for path in sorted(
+        path for name in files or ["tp*"] for path in (ROOT / "docs/bench").glob(f"{name}.json")
+    ):
         content = json.loads(path.read_text())
-        of_file = content.get("rows") or [row for shape in content["shapes"] for row in shape["rows"]]
+        of_file = content.get("rows") or [
+            row for shape in content["shapes"] for row in shape["rows"]
+        ]
         bare = [r for r in of_file if r.get("implementation") in ("three GEMMs", "four GEMMs")]
         gemms = {r["gemms"]: r["eager_us"][1] for r in bare}
         for row in of_file:
@@ -217,9 +262,12 @@ RESULTS = README.split("\n## Results\n")[1].split("\n## ")[0]
 MEASURED = r"\[\d+ \w{3}(?:, (0\.\d\.\d))?.*?\]\(bench/(\w+)\.json\)"
 
 
-@pytest.mark.parametrize(("text", "least"), [(BENCHMARKS, 100), (RESULTS, 25)], ids=["benchmarks", "README"])
+@pytest.mark.parametrize(
+    ("text", "least"), [(BENCHMARKS, 100), (RESULTS, 25)], ids=["benchmarks", "README"]
+)
 def test_every_figure_of_the_tables_is_in_docs_bench(text, least):
-    """A row of one measurement, or each cell of a row of several, is one row of the files that it names, or of any."""
+    """A row of one measurement, or each cell of a row of several, is one row of the files that it
+    names, or of any."""
     checked = 0
     for table in tables(text):
         for name, *cells in table:
@@ -232,7 +280,9 @@ def test_every_figure_of_the_tables_is_in_docs_bench(text, least):
             for part in [cells] if one else [[cell] for cell in cells]:
                 wanted = [n for cell in part for n in re.findall(NUMBER, cell)]
                 remark = re.search(r"[A-Za-z]{4}|[;/]", " ".join(part[1:] if one else part))
-                found = set(wanted) <= everything if remark else any(set(wanted) <= row for row in rows)
+                found = (
+                    set(wanted) <= everything if remark else any(set(wanted) <= row for row in rows)
+                )
                 assert found, f"{name}: {part} is not in docs/bench"
                 checked += len(wanted)
     assert checked > least
@@ -257,14 +307,23 @@ def test_the_pages_made_of_docs_bench_have_every_row_of_every_file(monkeypatch):
     assert sorted(paths) == sorted((ROOT / "docs/bench").rglob("*.json"))
     checked = 0
     for path in paths:
-        rows, (shown,) = docs_evidence.rows_of(json.loads(path.read_text())), tables(docs_evidence.table(path))
+        rows, (shown,) = (
+            docs_evidence.rows_of(json.loads(path.read_text())),
+            tables(docs_evidence.table(path)),
+        )
         assert len(rows) == len(shown)
         for row, cells in zip(rows, shown):
             if row.get("graph_us") and "tokens" in row:
-                time = row["graph_us"]["both"] if isinstance(row["graph_us"], dict) else row["graph_us"]
+                time = (
+                    row["graph_us"]["both"]
+                    if isinstance(row["graph_us"], dict)
+                    else row["graph_us"]
+                )
                 time = time[1] if isinstance(time, list) else time
                 assert any(
-                    cell and abs(float(cell) - time) <= 5e-4 * time for cell in cells if re.fullmatch(r"[\d.]+", cell)
+                    cell and abs(float(cell) - time) <= 5e-4 * time
+                    for cell in cells
+                    if re.fullmatch(r"[\d.]+", cell)
                 )
                 checked += 1
     assert checked > 500
@@ -282,15 +341,30 @@ def test_the_quickstarts_largest_difference_is_the_one_that_was_measured():
 
 FAILURES = {  # first words of a line of "When ranks fail or disagree" -> tests of it, by file
     "is killed, stops": ("test_faults", "test_survivors_of_a_killed_rank_raise_in_time"),
-    "is killed between": ("test_faults", "test_a_rank_killed_after_the_forward_is_missed_in_the_next_one"),
-    "has labels, ignored tokens": ("test_faults", "test_ranks_that_disagree_on_who_owns_a_label_see_nan"),
-    "has a label that": ("test_faults", "test_what_other_ranks_do_not_look_at_is_silent_and_the_same_everywhere"),
-    "has another number": ("test_faults", "test_packets_of_other_sizes_end_a_rank_and_the_next_call_of_the_other"),
+    "is killed between": (
+        "test_faults",
+        "test_a_rank_killed_after_the_forward_is_missed_in_the_next_one",
+    ),
+    "has labels, ignored tokens": (
+        "test_faults",
+        "test_ranks_that_disagree_on_who_owns_a_label_see_nan",
+    ),
+    "has a label that": (
+        "test_faults",
+        "test_what_other_ranks_do_not_look_at_is_silent_and_the_same_everywhere",
+    ),
+    "has another number": (
+        "test_faults",
+        "test_packets_of_other_sizes_end_a_rank_and_the_next_call_of_the_other",
+    ),
     "has a temperature": (
         "test_faults",
         "test_a_temperature_of_ones_own_is_silent_and_gives_numbers_of_no_single_call",
     ),
-    "any of these but": ("test_agreement", "test_a_mistake_on_one_rank_is_the_same_exception_on_all"),
+    "any of these but": (
+        "test_agreement",
+        "test_a_mistake_on_one_rank_is_the_same_exception_on_all",
+    ),
 }
 SAYS = {  # and what the line must say for the test to be about it
     "is killed, stops": "RuntimeError at once",

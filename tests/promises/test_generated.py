@@ -1,6 +1,8 @@
-"""Random cases, random merges and random sequences of calls: the same promises as everywhere, on inputs nobody chose.
+"""Random cases, random merges and random sequences of calls: the same promises as everywhere, on
+inputs nobody chose.
 
-All examples follow from TP_HEADLOSS_SEED (0). A failure names the shrunk example, and how to run it alone.
+All examples follow from TP_HEADLOSS_SEED (0). A failure names the shrunk example, and how to run it
+alone.
 """
 
 import contextlib
@@ -19,7 +21,16 @@ from ranks import on_ranks
 from strategies import DRAWN, Case, cases
 from torch.utils.checkpoint import checkpoint
 
-from tp_headloss import CrossEntropy, Entropy, HeadLoss, Linear, Options, VocabShard, ZLoss, vocab_statistics
+from tp_headloss import (
+    CrossEntropy,
+    Entropy,
+    HeadLoss,
+    Linear,
+    Options,
+    VocabShard,
+    ZLoss,
+    vocab_statistics,
+)
 from tp_headloss.engine import eager
 from tp_headloss.engine.request import Facts, Request, Tensors
 from tp_headloss.statistics import known_statistics
@@ -30,7 +41,11 @@ SEED = int(os.environ.get("TP_HEADLOSS_SEED", "0"))
 def examples(count):
     def decorate(function):
         run = settings(
-            max_examples=count, database=None, deadline=None, print_blob=True, suppress_health_check=list(HealthCheck)
+            max_examples=count,
+            database=None,
+            deadline=None,
+            print_blob=True,
+            suppress_health_check=list(HealthCheck),
         )
         return seed(SEED)(run(function))
 
@@ -46,7 +61,9 @@ def reproducible(drawn):
         again = f"TP_HEADLOSS_SEED={SEED} python -m pytest tests/promises/test_generated.py"
         if isinstance(drawn, Case):
             again += f'\n  this example alone: python scripts/check/soak.py --case "{drawn}"'
-        raise AssertionError(f"{type(error).__name__}: {error}\n  example: {drawn}\n  again: {again}") from error
+        raise AssertionError(
+            f"{type(error).__name__}: {error}\n  example: {drawn}\n  again: {again}"
+        ) from error
 
 
 def check_cases(world_size, backend, count):
@@ -63,7 +80,14 @@ def check_cases(world_size, backend, count):
 
 @pytest.mark.parametrize(
     "world_size, backend, count",
-    [(1, "torch", 1080), (2, "torch", 720), (4, "torch", 140), (1, "triton", 20), (2, "triton", 40), (4, "triton", 20)],
+    [
+        (1, "torch", 1080),
+        (2, "torch", 720),
+        (4, "torch", 140),
+        (1, "triton", 20),
+        (2, "triton", 40),
+        (4, "triton", 20),
+    ],
 )
 def test_cases_are_right_within_their_bounds(world_size, backend, count):
     check_cases(world_size, backend, count)
@@ -170,11 +194,16 @@ def assert_within_bounds(m, values):
         assert got[~keep].isnan().all(), name
         same = got[keep].double() == truth[name]
         allowed = errors[name] + oracle.ulp(truth[name].nan_to_num())
-        assert (same | ((got[keep].double() - truth[name]).abs() <= allowed)).all(), (name, got[keep], truth[name])
+        assert (same | ((got[keep].double() - truth[name]).abs() <= allowed)).all(), (
+            name,
+            got[keep],
+            truth[name],
+        )
 
 
 def assert_close_in_float64(a, b, packets, m):
-    """Sums of the same terms in another order: each addition rounds once, by the sum of the terms' absolute values."""
+    """Sums of the same terms in another order: each addition rounds once, by the sum of the terms'
+    absolute values."""
     rows = dict(zip(m.request(0, m.v).layout.packet, packets.double().unbind(1)))
     assert a.keys() == b.keys()
     for name, x in a.items():
@@ -201,7 +230,9 @@ def test_cutting_anywhere_leaves_the_values_within_their_bounds(data):
             r = bounds.rounding(torch.float32, "torch", False, x, None, 1.0, None, 1.0)
             error, _ = bounds.divergence(x, t, [x.softmax(-1), t.softmax(-1)], r)
             for name in ("forward_kl", "reverse_kl"):
-                assert ((values[name].double() - truth[name]).abs() <= error + oracle.ulp(truth[name])).all(), name
+                assert (
+                    (values[name].double() - truth[name]).abs() <= error + oracle.ulp(truth[name])
+                ).all(), name
 
 
 @examples(250)
@@ -265,7 +296,17 @@ def test_a_nan_or_infinity_anywhere_is_its_rows_alone(data):
 
 V, N, H = 40, 5, 7
 FRESH = {}
-CALLS = ("statistics", "head", "linear", "two heads", "reentrant", "checkpoint", "no_grad", "inplace", "recreate")
+CALLS = (
+    "statistics",
+    "head",
+    "linear",
+    "two heads",
+    "reentrant",
+    "checkpoint",
+    "no_grad",
+    "inplace",
+    "recreate",
+)
 SEQUENCES = st.lists(
     st.tuples(st.sampled_from(CALLS), st.just(0))
     | st.tuples(st.sampled_from(["backward", "backward and keep"]), st.integers(0, 9)),
@@ -280,7 +321,9 @@ def inputs_of(group, device):
     x, hidden = torch.randn(N, V, generator=generator), torch.randn(N, H, generator=generator)
     weight = torch.randn(V, H, generator=generator)[shard.start : shard.stop]
     labels = torch.tensor([0, V - 1, -100, V // 2, 3])
-    return shard, *(t.to(device) for t in (x[:, shard.start : shard.stop].contiguous(), hidden, weight, labels))
+    return shard, *(
+        t.to(device) for t in (x[:, shard.start : shard.stop].contiguous(), hidden, weight, labels)
+    )
 
 
 class Session:
@@ -291,14 +334,18 @@ class Session:
         self.shard, self.x, self.hidden, self.weight, self.labels = inputs_of(group, device)
         self.leaves = [t.requires_grad_() for t in (self.x, self.hidden, self.weight)]
         self.before = [t.detach().clone() for t in (*self.leaves, self.labels)]
-        self.head = HeadLoss([CrossEntropy(label_smoothing=0.1), ZLoss(0.1), Entropy(0.2)], options=self.options)
+        self.head = HeadLoss(
+            [CrossEntropy(label_smoothing=0.1), ZLoss(0.1), Entropy(0.2)], options=self.options
+        )
         self.upstream = torch.linspace(-1, 2, N, device=device)
         self.pending = []
 
     def statistics(self, x=None, options=None):
         x = self.x if x is None else x
         options = options or self.options
-        stats = vocab_statistics(x, self.labels, shard=self.shard, want=("entropy",), options=options)
+        stats = vocab_statistics(
+            x, self.labels, shard=self.shard, want=("entropy",), options=options
+        )
         return ((stats.log_prob + 0.5 * stats.entropy) * self.upstream).sum()
 
     def head_loss(self, x):
@@ -310,14 +357,19 @@ class Session:
         ).loss
 
     def make(self, call):
-        return {"statistics": self.statistics, "head": lambda: self.head_loss(self.x), "linear": self.linear}[call]()
+        return {
+            "statistics": self.statistics,
+            "head": lambda: self.head_loss(self.x),
+            "linear": self.linear,
+        }[call]()
 
     def backward(self, call, value, keep):
         leaves = [self.hidden, self.weight] if call == "linear" else [self.x]
         return torch.autograd.grad(value, leaves, retain_graph=keep)
 
     def fresh(self, call):
-        """Value and gradients of a single call, which every example may share: the inputs are the same."""
+        """Value and gradients of a single call, which every example may share: the inputs are the
+        same."""
         key = call, self.options, self.shard.world_size
         if key not in FRESH:
             value = self.make(call)
@@ -335,7 +387,9 @@ class Session:
             self.pending.append([call, value, True])
         elif call.startswith("backward"):
             if self.pending:
-                self.backward_of(self.pending[number % len(self.pending)], call == "backward and keep")
+                self.backward_of(
+                    self.pending[number % len(self.pending)], call == "backward and keep"
+                )
         elif call == "two heads":
             a, b = self.head_loss(self.x), self.statistics()
             (grad,) = torch.autograd.grad(a + b, self.x)
@@ -391,10 +445,14 @@ def sequence_run(group, device, backend, calls):
     session.assert_inputs_unmodified()
 
 
-@pytest.mark.parametrize("world_size, backend, count", [(1, "torch", 150), (2, "torch", 60), (1, "triton", 4)])
+@pytest.mark.parametrize(
+    "world_size, backend, count", [(1, "torch", 150), (2, "torch", 60), (1, "triton", 4)]
+)
 def test_any_sequence_of_calls_gives_what_single_calls_give(world_size, backend, count):
     @examples(count)
-    @example([("inplace", 0), ("head", 0), ("backward and keep", 0), ("backward", 0), ("backward", 0)])
+    @example(
+        [("inplace", 0), ("head", 0), ("backward and keep", 0), ("backward", 0), ("backward", 0)]
+    )
     @given(SEQUENCES)
     def run(calls):
         with reproducible(calls):

@@ -1,4 +1,5 @@
-"""Versions of hosts: an older one is an error, a newer one a warning; what is declared is what the tests run with."""
+"""Versions of hosts: an older one is an error, a newer one a warning; what is declared is what the
+tests run with."""
 
 import configparser
 import re
@@ -15,7 +16,8 @@ PACKAGES = (ROOT / "scripts/hosts.txt").read_text()
 
 @pytest.fixture
 def require(monkeypatch):
-    """Function (host, version) -> the warnings of an adapter that is imported with this version installed."""
+    """Function (host, version) -> the warnings of an adapter that is imported with this version
+    installed."""
     integrations._warn_of_newer.cache_clear()
 
     def required(distribution, version):
@@ -49,7 +51,9 @@ def test_a_newer_version_warns_once_by_its_name_and_goes_on(require, host):
 
 
 def test_a_host_that_is_not_installed_is_named():
-    with pytest.raises(ImportError, match=r"pip install '.\[torchtitan\]' in a checkout .*\), and there is none"):
+    with pytest.raises(
+        ImportError, match=r"pip install '.\[torchtitan\]' in a checkout .*\), and there is none"
+    ):
         integrations.require("torchtitan")
 
 
@@ -64,13 +68,19 @@ def test_the_extras_ask_for_the_oldest_versions_that_are_tested():
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
     for host, (oldest, _, extra) in integrations.TESTED.items():
-        assert f"{host.replace('_', '-')}>={oldest}" in config["options.extras_require"][extra].split()
+        assert (
+            f"{host.replace('_', '-')}>={oldest}" in config["options.extras_require"][extra].split()
+        )
 
 
 @pytest.mark.parametrize("host", integrations.TESTED)
 def test_declared_is_what_runs(host):
-    """From the oldest version to the newest in scripts/hosts.txt, of which later patches are taken for tested, too."""
-    oldest, untested, _ = (integrations._release(version) for version in (*integrations.TESTED[host][:2], "0"))
+    """From the oldest version to the newest in scripts/hosts.txt, of which later patches are taken
+    for tested, too."""
+    oldest, untested, _ = (
+        integrations._release(version) for version in (*integrations.TESTED[host][:2], "0")
+    )
     pins = [integrations._release(v) for v in re.findall(rf"^{host}==([\d.]+)", PACKAGES, re.M)]
-    tested = sorted(version for version in pins if version >= oldest)  # verl brings a transformers of its own
+    # verl brings a transformers of its own
+    tested = sorted(version for version in pins if version >= oldest)
     assert tested[0] == oldest and (tested[-1][0], tested[-1][1] + 1) == untested

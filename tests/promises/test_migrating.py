@@ -1,6 +1,7 @@
 """The tables of docs/migrating.md: a call of another library and ours give the same number.
 
-torch's own calls run as they are. Other libraries are not here; formulas in float64 stand in for their functions.
+torch's own calls run as they are. Other libraries are not here; formulas in float64 stand in for
+their functions.
 """
 
 import re
@@ -16,7 +17,9 @@ def smoothed(logits, labels, smoothing=0.0, *_, formula="torch", **__):
     logits, size = logits.double(), logits.shape[-1]
     log_p = logits.log_softmax(-1)
     share = smoothing * size / (size - 1) if formula == "megatron" else smoothing
-    return -(1 - share) * log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1) - share * log_p.mean(-1)
+    return -(1 - share) * log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1) - share * log_p.mean(
+        -1
+    )
 
 
 def of_liger(**options):
@@ -24,14 +27,18 @@ def of_liger(**options):
         x = x.double()
         softcap, z_weight = options.get("softcap"), options.get("lse_square_scale", 0.0)
         x = x if softcap is None else softcap * (x / softcap).tanh()
-        return (smoothed(x, y, options.get("label_smoothing", 0.0)) + z_weight * x.logsumexp(-1) ** 2).mean()
+        return (
+            smoothed(x, y, options.get("label_smoothing", 0.0)) + z_weight * x.logsumexp(-1) ** 2
+        ).mean()
 
     return loss
 
 
 def of_cce(hidden, weight, y, softcap=None, reduction="mean", vocab_parallel_options=None):
     logits = hidden.double() @ weight.double().T
-    return F.cross_entropy(logits if softcap is None else softcap * (logits / softcap).tanh(), y, reduction=reduction)
+    return F.cross_entropy(
+        logits if softcap is None else softcap * (logits / softcap).tanh(), y, reduction=reduction
+    )
 
 
 STAND_INS = {
@@ -42,15 +49,21 @@ STAND_INS = {
     "parallel_cross_entropy": smoothed,
     "LigerCrossEntropyLoss": of_liger,
     "LigerFusedLinearCrossEntropyLoss": lambda: lambda weight, hidden, y: of_cce(hidden, weight, y),
-    "LigerVocabParallelCrossEntropy": lambda: lambda logits, labels, group: smoothed(logits, labels),
+    "LigerVocabParallelCrossEntropy": lambda: (
+        lambda logits, labels, group: smoothed(logits, labels)
+    ),
     "linear_cross_entropy": of_cce,
     "VocabParallelOptions": lambda *given: None,
     "cross_entropy_loss": lambda x, y, lse_square_scale, process_group: (
         smoothed(x, y) + lse_square_scale * x.double().logsumexp(-1) ** 2,
     ),
-    "quack": type("quack", (), {"cross_entropy": staticmethod(lambda x, y, reduction: smoothed(x, y))}),
+    "quack": type(
+        "quack", (), {"cross_entropy": staticmethod(lambda x, y, reduction: smoothed(x, y))}
+    ),
     "vocab_parallel_log_probs_from_logits": lambda logits, labels: -smoothed(logits, labels),
-    "vocab_parallel_entropy": lambda logits: torch.distributions.Categorical(logits=logits.double()).entropy(),
+    "vocab_parallel_entropy": lambda logits: torch.distributions.Categorical(
+        logits=logits.double()
+    ).entropy(),
     "verl_linear_cross_entropy": lambda hidden, weight, y, temperature, *_: (
         -smoothed(hidden.double() @ weight.double().T / temperature, y),
     ),
@@ -90,11 +103,16 @@ def migrated_from_loss_parallel(group, device):
 
     scope, pairs = scope_of_migration(), []
     mesh = DeviceMesh.from_group(group, device.type)
-    scope["d"], scope["y"] = distribute_tensor(scope["x"].to(device), mesh, [Shard(-1)]), scope["y"].to(device)
+    scope["d"], scope["y"] = (
+        distribute_tensor(scope["x"].to(device), mesh, [Shard(-1)]),
+        scope["y"].to(device),
+    )
     for yours, ours in rows_of_migration(loss_parallel=True):
         with loss_parallel():
             expected = eval(yours, scope)
-        pairs.append((eval(ours, scope), expected.to_local() if isinstance(expected, DTensor) else expected))
+        pairs.append(
+            (eval(ours, scope), expected.to_local() if isinstance(expected, DTensor) else expected)
+        )
     return pairs
 
 

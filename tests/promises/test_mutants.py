@@ -1,4 +1,5 @@
-"""The planted bugs of scripts/check/mutants.py fit the package, and what no longer fits is explained."""
+"""The planted bugs of scripts/check/mutants.py fit the package, and what no longer fits is
+explained."""
 
 from pathlib import Path
 
@@ -49,16 +50,30 @@ def test_every_planted_bug_is_in_the_package_exactly_once(mutants):
 @pytest.mark.parametrize(
     ("function", "find", "becomes", "line"),
     [
-        ("Shard.width", "-( -size//self.ranks )", "size // self.ranks", "step = (size // self.ranks)  # rounded up"),
+        (
+            "Shard.width",
+            "-( -size//self.ranks )",
+            "size // self.ranks",
+            "step = (size // self.ranks)  # rounded up",
+        ),
         ("Shard.width", "check(size)", "pass", "        pass\n"),
-        ("Shard.width", "return max(0, step)", "step += 1\nreturn step", "        step += 1\n        return step\n"),
+        (
+            "Shard.width",
+            "return max(0, step)",
+            "step += 1\nreturn step",
+            "        step += 1\n        return step\n",
+        ),
         ("Shard.label", 'f"{self.ranks + 1}"', '""', 'return ("")'),
         ("total", "reverse=True", "reverse=False", "sorted(values, reverse=False)"),
         ("", "sorted(values, reverse=True)", "values", "values = (values)"),
     ],
 )
-def test_a_bug_replaces_the_code_that_means_the_same_and_nothing_else(mutants, function, find, becomes, line):
-    after = mutants.mutated(mutants.Bug(0, "test_shard", "shard.py", function, find, becomes), SOURCE)
+def test_a_bug_replaces_the_code_that_means_the_same_and_nothing_else(
+    mutants, function, find, becomes, line
+):
+    after = mutants.mutated(
+        mutants.Bug(0, "test_shard", "shard.py", function, find, becomes), SOURCE
+    )
     assert line in after
     lines = set(after.splitlines())
     assert len([kept for kept in SOURCE.splitlines() if kept not in lines]) <= 2
@@ -67,10 +82,25 @@ def test_a_bug_replaces_the_code_that_means_the_same_and_nothing_else(mutants, f
 @pytest.mark.parametrize(
     ("function", "find", "becomes", "words"),
     [
-        ("total", "sum(values, start=0.0)", "0.0", "2 times in total, lines 16, 16: quote more of one of them"),
+        (
+            "total",
+            "sum(values, start=0.0)",
+            "0.0",
+            "2 times in total, lines 16, 16: quote more of one of them",
+        ),
         ("total", "sum(values)", "0.0", "not in total\n    alike: sum(values, start=0.0)"),
-        ("total", "check(size)", "pass", 'not in total\n    it is in ("shard.py", "Shard.width", ..)'),
-        ("width", "check(size)", "pass", 'no function width\n    alike: Shard.width\n    it is in ("shard.py"'),
+        (
+            "total",
+            "check(size)",
+            "pass",
+            'not in total\n    it is in ("shard.py", "Shard.width", ..)',
+        ),
+        (
+            "width",
+            "check(size)",
+            "pass",
+            'no function width\n    alike: Shard.width\n    it is in ("shard.py"',
+        ),
         ("Shard.width", "max(0, step)", "pass", "'pass' cannot stand there"),
         ("Shard.width", "check(size)", "check((size))", "changes nothing"),
     ],
@@ -87,5 +117,7 @@ def test_a_bug_of_a_module_that_moved_says_where_its_code_is(problem):
 def test_bugs_are_chosen_by_number_or_by_word(mutants):
     bugs = mutants.all_bugs()
     assert [bug.number for bug in mutants.chosen(bugs, ["3", "5"])] == [3, 5]
-    assert {bug.module for bug in mutants.chosen(bugs, ["sequences.py"])} == {"arguments/sequences.py"}
+    assert {bug.module for bug in mutants.chosen(bugs, ["sequences.py"])} == {
+        "arguments/sequences.py"
+    }
     assert mutants.chosen(bugs, None) == bugs

@@ -1,4 +1,5 @@
-"""The package as others get it: what is in sdist and wheel, that both run, and what the hosting site reads."""
+"""The package as others get it: what is in sdist and wheel, that both run, and what the hosting
+site reads."""
 
 import configparser
 import os
@@ -27,7 +28,8 @@ def run(*command, cwd, **env):
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """Folder with an sdist and the wheel that was made of it, from a copy, because a build writes beside its source."""
+    """Folder with an sdist and the wheel that was made of it, from a copy, because a build writes
+    beside its source."""
     for tool in ("build", "twine"):
         pytest.importorskip(tool, reason=f"no {tool}: bash scripts/setup.sh dev")
     folder = tmp_path_factory.mktemp("package")
@@ -49,7 +51,7 @@ def test_the_wheel_holds_the_package_alone_and_reports(built, tmp_path):
         names = archive.namelist()
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "tp_headloss").rglob("*.py")}
     assert {name for name in names if ".dist-info/" not in name} == {
-        *sources, "tp_headloss/py.typed", "tp_headloss/engine/one_read.cu",
+        *sources, "tp_headloss/py.typed", "tp_headloss/engine/one_read/one_read.cu",
     }  # fmt: skip
     assert "ok: cpu: linear head" in run("tp_headloss", cwd=tmp_path, PYTHONPATH=str(tmp_path))
 
@@ -60,9 +62,22 @@ def test_the_tests_of_the_sdist_run(built, tmp_path):
         archive.extractall(tmp_path, filter="data")
     (root,) = tmp_path.iterdir()
     tops = {path for path in ROOT.iterdir() if not path.match(".*") and path.name not in LEFT_OUT}
-    everything = {file for top in tops for file in ([top] if top.is_file() else top.rglob("*")) if file.is_file()}
-    given = {str(path.relative_to(ROOT)) for path in everything if not {"__pycache__", "build"} & {*path.parts}}
-    given = {name for name in given if ".egg-info" not in name and not name.startswith((".", "runs/", "dist/"))}
+    everything = {
+        file
+        for top in tops
+        for file in ([top] if top.is_file() else top.rglob("*"))
+        if file.is_file()
+    }
+    given = {
+        str(path.relative_to(ROOT))
+        for path in everything
+        if not {"__pycache__", "build"} & {*path.parts}
+    }
+    given = {
+        name
+        for name in given
+        if ".egg-info" not in name and not name.startswith((".", "runs/", "dist/"))
+    }
     assert given <= {str(path.relative_to(root)) for path in root.rglob("*")}
     files = "tests/losses/test_kl.py", "tests/statistics/test_own_family.py"
     assert "passed" in run("pytest", "-q", "-p", "no:cacheprovider", *files, cwd=root)
@@ -72,9 +87,16 @@ def test_the_extra_all_holds_every_host():
     """But verl and NeMo-Automodel, which need another transformers each."""
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
-    extras = {name: set(value.strip().splitlines()) for name, value in config["options.extras_require"].items()}
+    extras = {
+        name: set(value.strip().splitlines())
+        for name, value in config["options.extras_require"].items()
+    }
     assert extras["all"] == set().union(
-        *(extras[name] for name in extras.keys() - {"all", "dev", "docs", "test", "train", "verl", "nemo-automodel"})
+        *(
+            extras[name]
+            for name in extras.keys()
+            - {"all", "dev", "docs", "test", "train", "verl", "nemo-automodel"}
+        )
     )
 
 
@@ -88,4 +110,7 @@ def test_what_the_hosting_site_reads_is_well_formed():
     template = yaml.safe_load((ROOT / ".github/ISSUE_TEMPLATE/bug.yml").read_text())
     assert any("python -m tp_headloss" in part["attributes"]["label"] for part in template["body"])
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert citation["authors"] == [{"name": "tp_headloss contributors"}] and citation["license"] == "Apache-2.0"
+    assert (
+        citation["authors"] == [{"name": "tp_headloss contributors"}]
+        and citation["license"] == "Apache-2.0"
+    )

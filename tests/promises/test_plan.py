@@ -1,4 +1,5 @@
-"""`python -m tp_headloss plan`: its memory is what its own lines, run as printed, allocate; its floors are by hand."""
+"""`python -m tp_headloss plan`: its memory is what its own lines, run as printed, allocate; its
+floors are by hand."""
 
 import json
 import subprocess
@@ -30,7 +31,8 @@ def measured(way, head, device, from_hidden) -> int:
         x = torch.empty(shape, device=device, dtype=dtype).normal_(generator=generator)
         return x.requires_grad_()
 
-    shard = tp_headloss.VocabShard(0, head.width, head.width)  # of one rank, as if it were the whole vocabulary
+    # of one rank, as if it were the whole vocabulary
+    shard = tp_headloss.VocabShard(0, head.width, head.width)
     labels = torch.randint(head.width, (head.tokens,), device=device, generator=generator)
     names = {**vars(tp_headloss), "F": F, "shard": shard, "labels": labels}
     if from_hidden:
@@ -52,7 +54,9 @@ def measured(way, head, device, from_hidden) -> int:
 
 
 def head_of(dtype, tp=1, **sizes):
-    return plan.Head(**{"tokens": 512, "vocab": 8000 * tp, "tp": tp, "dtype": dtype, "hidden": 128, **sizes})
+    return plan.Head(
+        **{"tokens": 512, "vocab": 8000 * tp, "tp": tp, "dtype": dtype, "hidden": 128, **sizes}
+    )
 
 
 ON_CPU = [
@@ -60,7 +64,9 @@ ON_CPU = [
     ("fp32", True),  # bf16 has copies of the operands there
 ]
 CASES = [
-    pytest.param(dtype, hidden, way.name, id=f"{dtype}-{'hidden' if hidden else 'logits'}-{way.name}")
+    pytest.param(
+        dtype, hidden, way.name, id=f"{dtype}-{'hidden' if hidden else 'logits'}-{way.name}"
+    )
     for dtype, hidden in ON_CPU
     for way in plan.ways(head_of(dtype), hidden)
     if "one read" not in way.name
@@ -77,12 +83,22 @@ def test_the_memory_is_what_the_call_allocates(dtype, from_hidden, name, monkeyp
 
 
 def run_as_printed(group, device, dtype, from_hidden):
-    """Errors of loss and gradients of each call that the command prints, relative to those of float64, by way."""
+    """Errors of loss and gradients of each call that the command prints, relative to those of
+    float64, by way."""
     size, rank = (1, 0) if group is None else (group.size(), group.rank())
-    head, generator, errors = plan.Head(512, 4096, size, dtype, 16), torch.Generator().manual_seed(0), {}
-    table, definitions = plan.report(head, from_hidden, None, None).split("what to write\n")[1].split("\n\n")
+    head, generator, errors = (
+        plan.Head(512, 4096, size, dtype, 16),
+        torch.Generator().manual_seed(0),
+        {},
+    )
+    table, definitions = (
+        plan.report(head, from_hidden, None, None).split("what to write\n")[1].split("\n\n")
+    )
     shapes = {"hidden": (512, 16), "weight": (4096, 16)} if from_hidden else {"logits": (512, 4096)}
-    whole = {name: torch.randn(shape, generator=generator).to(DTYPES[dtype]) for name, shape in shapes.items()}
+    whole = {
+        name: torch.randn(shape, generator=generator).to(DTYPES[dtype])
+        for name, shape in shapes.items()
+    }
     labels = torch.randint(4096, (512,), generator=generator)
     exact = [x.double().requires_grad_() for x in whole.values()]
     expected = F.cross_entropy(exact[0] @ exact[1].T if from_hidden else exact[0], labels)
@@ -92,32 +108,56 @@ def run_as_printed(group, device, dtype, from_hidden):
         return x if name == "hidden" else x.chunk(size, 0 if name == "weight" else 1)[rank]
 
     def gather(x):
-        return DTensor.from_local(x, DeviceMesh.from_group(group, device.type), [Shard(-1)]).full_tensor()
+        return DTensor.from_local(
+            x, DeviceMesh.from_group(group, device.type), [Shard(-1)]
+        ).full_tensor()
 
     for line in table.splitlines():
         name, call = line[:24].strip(), line[42:]
-        if "one read" in name and (device.type == "cpu" or torch.cuda.get_device_capability() != (9, 0)):
+        if "one read" in name and (
+            device.type == "cpu" or torch.cuda.get_device_capability() != (9, 0)
+        ):
             continue
-        leaves = {key: torch.nn.Parameter(local(key, x).clone().to(device)) for key, x in whole.items()}
-        names = {**vars(tp_headloss), "F": F, "group": group, "gather": gather, "labels": labels.to(device), **leaves}
+        leaves = {
+            key: torch.nn.Parameter(local(key, x).clone().to(device)) for key, x in whole.items()
+        }
+        names = {
+            **vars(tp_headloss),
+            "F": F,
+            "group": group,
+            "gather": gather,
+            "labels": labels.to(device),
+            **leaves,
+        }
         if from_hidden:
             leaves["weight"].main_grad = torch.zeros_like(leaves["weight"], dtype=torch.float32)
         else:
-            names["logits"] = leaves["logits"].clone()  # a head's logits are no leaf: in place writes over them
+            # a head's logits are no leaf: in place writes over them
+            names["logits"] = leaves["logits"].clone()
         exec("\n".join(line for line in definitions.splitlines() if " = " in line), names)
         loss = eval(call, names)
         loss = getattr(loss, "loss", loss)
         loss.backward()
-        found = {key: x.main_grad if key == "weight" and "main_grad" in call else x.grad for key, x in leaves.items()}
-        pairs = [(loss.detach(), expected.detach()), *((found[key], local(key, grads[key])) for key in leaves)]
-        errors[name] = max(float((ours.cpu().double() - x).abs().max() / x.abs().max()) for ours, x in pairs)
+        found = {
+            key: x.main_grad if key == "weight" and "main_grad" in call else x.grad
+            for key, x in leaves.items()
+        }
+        pairs = [
+            (loss.detach(), expected.detach()),
+            *((found[key], local(key, grads[key])) for key in leaves),
+        ]
+        errors[name] = max(
+            float((ours.cpu().double() - x).abs().max() / x.abs().max()) for ours, x in pairs
+        )
     return errors
 
 
 @pytest.mark.parametrize("from_hidden", [False, True])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("tp", [1, 2])
-def test_each_printed_call_has_the_loss_and_the_gradients_of_the_whole_vocabulary(tp, dtype, from_hidden):
+def test_each_printed_call_has_the_loss_and_the_gradients_of_the_whole_vocabulary(
+    tp, dtype, from_hidden
+):
     """A dH that is a rank's part alone is wrong by its own size."""
     for errors in on_ranks(tp, run_as_printed, dtype, from_hidden):
         ways = {way.name for way in plan.ways(plan.Head(512, 4096, tp, dtype, 16), from_hidden)}
@@ -127,7 +167,11 @@ def test_each_printed_call_has_the_loss_and_the_gradients_of_the_whole_vocabular
 
 def test_every_way_is_run():
     """Those of `CASES` and of one read are all that there are."""
-    from_hidden = {way.name for dtype in ("bf16", "fp32") for way in plan.ways(head_of(dtype, tokens=8192), True)}
+    from_hidden = {
+        way.name
+        for dtype in ("bf16", "fp32")
+        for way in plan.ways(head_of(dtype, tokens=8192), True)
+    }
     run = {name for case in CASES for *_, name in [case.values]}
     assert from_hidden - run == {"one read", "one read, in place"} and len(run) == 9
 
@@ -137,11 +181,18 @@ def test_blocks_are_smaller_where_the_budget_is():
     for dtype, hidden in (("bf16", 512), ("fp32", 512), ("bf16", 8192)):
         head = head_of(dtype, tokens=16384, vocab=64000, tp=2, hidden=hidden)
         found = {way.name: way.memory for way in plan.ways(head, True)}
-        assert found["recompute"] < found["in place"] < found["logits"] < found["host: F.cross_entropy"]
+        assert (
+            found["recompute"]
+            < found["in place"]
+            < found["logits"]
+            < found["host: F.cross_entropy"]
+        )
         assert found["one sweep, main_grad"] < found["in place"]
 
 
-PUBLISHED = {  # names in docs/bench -> a way, and whether dW is in a main_grad; the memory is that beyond dH and dW
+# names in docs/bench -> a way, and whether dW is in a main_grad; the memory is that beyond dH and
+# dW
+PUBLISHED = {
     "materialised logits": ("logits", False),
     "materialised logits, in place": ("in place", False),
     "ours, recompute, epilogues, dW returned": ("recompute", False),
@@ -169,28 +220,38 @@ def test_the_memory_is_what_the_benchmarks_measured_on_gpus(tp):
 @pytest.mark.parametrize("from_hidden", [False, True])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_the_memory_is_what_the_call_allocates_on_a_gpu(dtype, from_hidden, device):
-    """Sizes with several blocks. Rounding of the allocator, and workspaces of cuBLAS, are what is allowed."""
+    """Sizes with several blocks. Rounding of the allocator, and workspaces of cuBLAS, are what is
+    allowed."""
     head = head_of(dtype, tokens=8192, vocab=32000, hidden=1024)
     for way in plan.ways(head, from_hidden):
         if "one read" in way.name and torch.cuda.get_device_capability() != (9, 0):
             continue
         found = measured(way, head, torch.device(device), from_hidden)
-        assert 0.97 * way.memory - 2 * MIB <= found <= 1.03 * way.memory + 40 * MIB, (way, found / MIB)
+        assert 0.97 * way.memory - 2 * MIB <= found <= 1.03 * way.memory + 40 * MIB, (
+            way,
+            found / MIB,
+        )
 
 
 def test_the_floor_is_bytes_over_bandwidth_and_flops_over_the_peak():
-    """1000 tokens x 1000 ids of bf16: 2 MB of logits; a GEMM of a hidden size of 500 has 1e9 flops."""
+    """1000 tokens x 1000 ids of bf16: 2 MB of logits; a GEMM of a hidden size of 500 has 1e9
+    flops."""
     head = plan.Head(1000, 2000, 2, "bf16", 500)
 
     def floors(from_hidden):
-        return {way.name: plan.floor_ms(way, head, 2.0, 100.0) for way in plan.ways(head, from_hidden)}
+        return {
+            way.name: plan.floor_ms(way, head, 2.0, 100.0) for way in plan.ways(head, from_hidden)
+        }
 
     logits, hidden = floors(False), floors(True)
     assert logits["logits"] == logits["in place"] == pytest.approx(3e-3)  # 6 MB at 2 TB/s
     assert logits["one read"] == pytest.approx(2e-3)
-    assert logits["host: F.cross_entropy"] == pytest.approx(12e-3)  # of both ranks' logits, six times
+    # of both ranks' logits, six times
+    assert logits["host: F.cross_entropy"] == pytest.approx(12e-3)
     assert logits["host: the same in fp32"] == pytest.approx(32e-3)
-    assert hidden["in place"] == pytest.approx(3e-2 + 3e-3) and hidden["one sweep"] == pytest.approx(3e-2 + 3e-3)
+    assert hidden["in place"] == pytest.approx(3e-2 + 3e-3) and hidden[
+        "one sweep"
+    ] == pytest.approx(3e-2 + 3e-3)
     assert hidden["recompute"] == pytest.approx(4e-2)
 
 
@@ -200,10 +261,26 @@ def run(*arguments):
 
 
 def test_the_command_prints_the_table_and_what_it_assumes():
-    sizes = ("--hidden", "4096", "--vocab", "128256", "--tokens", "8192", "--tp", "2", "--dtype", "bf16")
-    assumed, given = run("plan", *sizes, "--from", "hidden"), run("plan", *sizes, "--bandwidth", "4.8", "--tflops", "7")
+    sizes = (
+        "--hidden",
+        "4096",
+        "--vocab",
+        "128256",
+        "--tokens",
+        "8192",
+        "--tp",
+        "2",
+        "--dtype",
+        "bf16",
+    )
+    assumed, given = (
+        run("plan", *sizes, "--from", "hidden"),
+        run("plan", *sizes, "--bandwidth", "4.8", "--tflops", "7"),
+    )
     assert assumed.returncode == given.returncode == 0, assumed.stderr + given.stderr
-    assert "1002 MiB of logits a rank" in assumed.stdout and "'s, assumed; --tflops" in assumed.stdout
+    assert (
+        "1002 MiB of logits a rank" in assumed.stdout and "'s, assumed; --tflops" in assumed.stdout
+    )
     assert "4.8 TB/s (given" in given.stdout and "7 TFLOP/s (given" in given.stdout
     for way in plan.ways(plan.Head(8192, 128256, 2, "bf16", 4096), True):
         assert f"{way.memory / MIB:8.0f}" in assumed.stdout and way.call in assumed.stdout
@@ -220,7 +297,9 @@ def test_the_command_prints_the_table_and_what_it_assumes():
 ])  # fmt: skip
 def test_the_command_answers_every_option(arguments, code, says):
     result = run(*arguments)
-    assert result.returncode == code and says in result.stdout + result.stderr, result.stdout + result.stderr
+    assert result.returncode == code and says in result.stdout + result.stderr, (
+        result.stdout + result.stderr
+    )
 
 
 @pytest.mark.parametrize("speed", ["-1", "0", "nan", "1e9", "fast"])

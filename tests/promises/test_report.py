@@ -1,4 +1,5 @@
-"""`python -m tp_headloss`: what it says on one process and on ranks, and that a wrong result is not called right."""
+"""`python -m tp_headloss`: what it says on one process and on ranks, and that a wrong result is not
+called right."""
 
 import configparser
 import subprocess
@@ -16,9 +17,14 @@ CHECKS = ("cross-entropy and z-loss", "distillation", "linear head")
 
 
 def test_the_command_reports_versions_and_checks_this_machine():
-    result = subprocess.run([sys.executable, "-m", "tp_headloss"], capture_output=True, text=True, cwd=ROOT)
+    result = subprocess.run(
+        [sys.executable, "-m", "tp_headloss"], capture_output=True, text=True, cwd=ROOT
+    )
     assert result.returncode == 0, result.stdout + result.stderr
-    assert f"tp_headloss {__version__}" in result.stdout and f"torch {torch.__version__}" in result.stdout
+    assert (
+        f"tp_headloss {__version__}" in result.stdout
+        and f"torch {torch.__version__}" in result.stdout
+    )
     for check in CHECKS:
         assert f"ok: cpu: {check}" in result.stdout, result.stdout
     assert "transformers: " in result.stdout and "symmetric memory: " in result.stdout
@@ -34,7 +40,9 @@ def test_the_check_runs_over_a_group():
         assert all(any(f"2 ranks: {check}" in line for line in lines) for check in CHECKS), lines
 
 
-@pytest.mark.parametrize("wrong", [lambda x: x * 1.001, lambda x: x * torch.nan], ids=["value", "nan"])
+@pytest.mark.parametrize(
+    "wrong", [lambda x: x * 1.001, lambda x: x * torch.nan], ids=["value", "nan"]
+)
 def test_a_wrong_loss_fails_the_check(wrong, monkeypatch):
     def forward(self, *args, **kwargs):
         out = right(self, *args, **kwargs)

@@ -1,4 +1,5 @@
-"""Every argument of a checked function has a line, and what the line rules out is refused by the argument's name."""
+"""Every argument of a checked function has a line, and what the line rules out is refused by the
+argument's name."""
 
 import inspect
 import re
@@ -14,12 +15,23 @@ import tp_headloss as hl
 from tp_headloss.integrations import nemo_rl, skyrl, slime
 from tp_headloss.integrations.verl import functions
 
-LOGITS, IDS, HIDDEN, WEIGHT = torch.zeros(B, S, 8), torch.zeros(B, S).long(), torch.zeros(B, S, 6), torch.zeros(8, 6)
+LOGITS, IDS, HIDDEN, WEIGHT = (
+    torch.zeros(B, S, 8),
+    torch.zeros(B, S).long(),
+    torch.zeros(B, S, 6),
+    torch.zeros(8, 6),
+)
 BOUNDS = {"vocab_start_index": 0, "vocab_end_index": 8}
 NEXT = BOUNDS | {"target": IDS, "tp_group": None}
 PACKED = {"cu_seqlens_padded": torch.tensor([0, S]), "unpacked_seqlen": S}
 NEXT_PACKED = BOUNDS | PACKED | {"target": IDS[:1], "group": None}
-ACTIONS = PACKED | {"num_actions": 1, "attention_mask": MASK[:1], "loss_mask": None, "cp_group": None, "tp_group": None}
+ACTIONS = PACKED | {
+    "num_actions": 1,
+    "attention_mask": MASK[:1],
+    "loss_mask": None,
+    "cp_group": None,
+    "tp_group": None,
+}
 DRAFT = {"student_logits": LOGITS, "teacher_logits": LOGITS, "mask": MASK.float()}
 STATES = {"hidden": HIDDEN, "lm_head_weight": WEIGHT}
 OWN_PART = hl.Linear(hidden_grad="none")
@@ -64,7 +76,10 @@ def of_a_family(**keywords):
 
 
 INPUTS = {"inputs": {"advantages": torch.ones(B, S), "old_log_prob": torch.zeros(B, S)}}
-CALL, LINEAR_CALL = {"logits": LOGITS, "labels": IDS}, {"hidden": HIDDEN, "weight": WEIGHT, "labels": IDS}
+CALL, LINEAR_CALL = (
+    {"logits": LOGITS, "labels": IDS},
+    {"hidden": HIDDEN, "weight": WEIGHT, "labels": IDS},
+)
 ALL = {"sets": hl.IdSets(IDS[..., None]), "ids": IDS[..., None], "total_weight": torch.ones(8)}
 ALL |= {
     "want": ("total", "set_log_prob", "log_probs_at", "topk_forward_kl"),
@@ -106,7 +121,11 @@ def sequences_of(**keywords):
     return hl.Sequences(**keywords)
 
 
-ORDERED = {"ids": torch.zeros(B, S).long(), "order": torch.arange(B * S), "offsets": torch.tensor([0, B * S])}
+ORDERED = {
+    "ids": torch.zeros(B, S).long(),
+    "order": torch.arange(B * S),
+    "offsets": torch.tensor([0, B * S]),
+}
 CONSTRUCTORS |= {
     hl.IdSets.cat: {"parts": [hl.IdSets(IDS)], "dim": 0},
     hl.IdSets.stack: {"parts": [hl.IdSets(IDS)], "dim": 0},
@@ -121,12 +140,21 @@ CONSTRUCTORS |= {
 }
 CORE |= CONSTRUCTORS
 sequences_of.lines = hl.Sequences.__init__.lines
-of_terms.lines, of_terms_from_hidden_states.lines = hl.HeadLoss.forward.lines, hl.HeadLoss.linear.lines
+of_terms.lines, of_terms_from_hidden_states.lines = (
+    hl.HeadLoss.forward.lines,
+    hl.HeadLoss.linear.lines,
+)
 of_a_family.lines = hl.register_statistic.lines
 HOSTS |= CORE
-CHECKED = {name: f for name, f in {**vars(hl.losses), **vars(hl)}.items() if callable(f) and hasattr(f, "lines")}
+CHECKED = {
+    name: f
+    for name, f in {**vars(hl.losses), **vars(hl)}.items()
+    if callable(f) and hasattr(f, "lines")
+}
 del CHECKED["register_statistic"]  # of which all later tests would know
-CHECKED |= {f"{f.__module__.rsplit('.')[-1]}.{f.__name__}": f for f in HOSTS if f not in CHECKED.values()}
+CHECKED |= {
+    f"{f.__module__.rsplit('.')[-1]}.{f.__name__}": f for f in HOSTS if f not in CHECKED.values()
+}
 
 
 def test_every_loss_has_lines():
@@ -135,17 +163,24 @@ def test_every_loss_has_lines():
 
 def tensor_line(line):
     """The line of a tensor in a line, or None."""
-    return next((x for x in getattr(line, "lines", (line,)) if isinstance(x, hl.spec.TensorLine)), None)
+    return next(
+        (x for x in getattr(line, "lines", (line,)) if isinstance(x, hl.spec.TensorLine)), None
+    )
 
 
 def sets_sizes(function, name, what) -> bool:
-    """True if another argument than this one has the shape (or for "meta" the device) of the tokens."""
+    """True if another argument than this one has the shape (or for "meta" the device) of the
+    tokens."""
     own = tensor_line(function.lines[name])
     for other, line in function.lines.items():
         tensor = tensor_line(line)
         if isinstance(line, hl.spec.Instance) and line.kind in (hl.Sequences, hl.VocabStatistics):
             return True
-        alike = tensor is not None and tensor.shape != () and (tensor.shape is None) == (own.shape is None)
+        alike = (
+            tensor is not None
+            and tensor.shape != ()
+            and (tensor.shape is None) == (own.shape is None)
+        )
         if other != name and alike and (what == "meta" or ".." in tensor.shape):
             return True
     return False
@@ -176,7 +211,12 @@ def test_what_the_lines_take_is_taken(name):
 def number_line(line):
     """The line of a number in a line, or None."""
     return next(
-        (x for x in getattr(line, "lines", (line,)) if isinstance(x, (hl.spec.NumberLine, hl.spec.IntLine))), None
+        (
+            x
+            for x in getattr(line, "lines", (line,))
+            if isinstance(x, (hl.spec.NumberLine, hl.spec.IntLine))
+        ),
+        None,
     )
 
 
@@ -190,13 +230,16 @@ NUMBERS = [
 
 @pytest.mark.parametrize(("function", "name", "line"), NUMBERS)
 def test_numbers_of_numpy_are_numbers(function, name, line):
-    """Any value that a line takes, 0 and others, of any type of NumPy's, is taken as Python's is."""
+    """Any value that a line takes, 0 and others, of any type of NumPy's, is taken as Python's
+    is."""
     given = arguments_of(function)
     usual = given.get(name)
     usual = usual if isinstance(usual, (int, float)) else right(name, line)
     for number in {float(np.float32(usual)) if isinstance(usual, float) else usual, 0, 1, 0.25}:
         kinds = (np.int64,) if isinstance(line, hl.spec.IntLine) else (np.float64, np.float32)
-        outcomes = {outcome_of(function, given | {name: kind(number)}) for kind in (type(usual), *kinds)}
+        outcomes = {
+            outcome_of(function, given | {name: kind(number)}) for kind in (type(usual), *kinds)
+        }
         assert len(outcomes) == 1, number
 
 
@@ -214,50 +257,79 @@ def outcome_of(function, given) -> str:
 def test_what_a_line_rules_out_is_refused_by_name(function, name, value):
     given = arguments_of(function)
     first = next(iter(given), "")
-    said = ["hidden states"] * (name in ("logits", "hidden"))  # logits or hidden states, as the other arguments say
+    # logits or hidden states, as the other arguments say
+    said = ["hidden states"] * (name in ("logits", "hidden"))
     # the first sets sizes, so another may be the one that differs
     others = [name, *said] if name != first else [*given, *said]
-    with pytest.raises((TypeError, ValueError), match="|".join(rf"\b{re.escape(n)}\b" for n in others)):
+    with pytest.raises(
+        (TypeError, ValueError), match="|".join(rf"\b{re.escape(n)}\b" for n in others)
+    ):
         function(**given | {name: value})
 
 
-# numbers per token that a loss differentiates; its line says of every other one that it is a constant
+# numbers per token that a loss differentiates; its line says of every other one that it is a
+# constant
 TRAINED = {"log_prob", "other", "chosen", "rejected", "values"}
 LOSSES = [name for name in hl.losses.__all__ if inspect.isfunction(getattr(hl.losses, name))]
 
 
 def arguments_of_loss(name) -> tuple[dict, set, set]:
-    """Arguments of a loss by name, all real numbers of other values; names of those, and of the constants of them."""
+    """Arguments of a loss by name, all real numbers of other values; names of those, and of the
+    constants of them."""
     loss = getattr(hl.losses, name)
-    lines = {key: found for key, line in loss.lines.items() if (found := tensor_line(line)) and not found.constant}
+    lines = {
+        key: found
+        for key, line in loss.lines.items()
+        if (found := tensor_line(line)) and not found.constant
+    }
     real = {key for key, line in lines.items() if line.kind in ("floating point", "real numbers")}
     parameters, generator = inspect.signature(loss).parameters, torch.Generator().manual_seed(0)
     given = {
-        key: x for key, x in arguments_of(loss).items() if key in lines or parameters[key].default is inspect._empty
+        key: x
+        for key, x in arguments_of(loss).items()
+        if key in lines or parameters[key].default is inspect._empty
     }
-    given |= {key: given[key] * (0.5 + torch.rand(given[key].shape, generator=generator)) for key in sorted(real)}
+    given |= {
+        key: given[key] * (0.5 + torch.rand(given[key].shape, generator=generator))
+        for key in sorted(real)
+    }
     given |= {"support": "tail"} if "support" in given else {}
     return given, real, {key for key in real if lines[key].detached}
 
 
 def stacked(values):
     """What a loss returns, values per token or a dictionary of metrics, as one tensor."""
-    return values if isinstance(values, torch.Tensor) else torch.stack([x.float() for x in values.values()])
+    return (
+        values
+        if isinstance(values, torch.Tensor)
+        else torch.stack([x.float() for x in values.values()])
+    )
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_differentiates_no_constant(name):
-    """Where all constants were computed from what is trained, the gradient is that of detached ones."""
+    """Where all constants were computed from what is trained, the gradient is that of detached
+    ones."""
     loss, (given, real, constants) = getattr(hl.losses, name), arguments_of_loss(name)
     assert real - constants <= TRAINED
     given |= {key: torch.nn.Parameter(given[key]) for key in real - constants}
-    leaves, gradients = [given[key] for key in real - constants] + [torch.nn.Parameter(torch.ones(2))], []
+    leaves, gradients = (
+        [given[key] for key in real - constants] + [torch.nn.Parameter(torch.ones(2))],
+        [],
+    )
     for trained in (False, True):
         sum_of_trained = sum(leaf.sum() for leaf in leaves)
         gap = sum_of_trained - sum_of_trained.detach()
-        values = stacked(loss(**given | {key: given[key] + i * gap for i, key in enumerate(constants, 1) if trained}))
+        values = stacked(
+            loss(
+                **given
+                | {key: given[key] + i * gap for i, key in enumerate(constants, 1) if trained}
+            )
+        )
         assert values.requires_grad == (bool(real - constants) and "metrics" not in name)
-        gradients.append(torch.autograd.grad(values.sum() + 0 * leaves[-1].sum(), leaves, allow_unused=True))
+        gradients.append(
+            torch.autograd.grad(values.sum() + 0 * leaves[-1].sum(), leaves, allow_unused=True)
+        )
     torch.testing.assert_close(*gradients, rtol=0, atol=0)
 
 
@@ -273,7 +345,11 @@ def test_constants_that_are_given_by_position_get_no_gradient(name):
     given |= {key: torch.nn.Parameter(given[key]) for key in real}
     first = [key for key in by_position(name) if key in given]
     assert first == by_position(name)[: len(first)]  # none is left out between others
-    values = stacked(loss(*[given[key] for key in first], **{key: given[key] for key in given if key not in first}))
+    values = stacked(
+        loss(
+            *[given[key] for key in first], **{key: given[key] for key in given if key not in first}
+        )
+    )
     assert torch.equal(values, stacked(loss(**given)))
     leaves = [given[key] for key in sorted(constants)] + [torch.nn.Parameter(torch.ones(2))]
     grads = torch.autograd.grad(values.sum() + 0 * leaves[-1].sum(), leaves, allow_unused=True)
@@ -282,7 +358,14 @@ def test_constants_that_are_given_by_position_get_no_gradient(name):
 
 def test_there_are_constants_that_can_be_given_by_position():
     found = {name for name in LOSSES if arguments_of_loss(name)[2] & {*by_position(name)}}
-    assert found >= {"dpo", "ipo", "kto", "icepop", "truncated_importance_weight", "times_temperature_squared"}
+    assert found >= {
+        "dpo",
+        "ipo",
+        "kto",
+        "icepop",
+        "truncated_importance_weight",
+        "times_temperature_squared",
+    }
 
 
 def test_an_argument_without_a_line_does_not_import():
@@ -294,8 +377,14 @@ def test_an_argument_without_a_line_does_not_import():
 
 def test_the_docstring_of_a_checked_function_says_what_its_arguments_are():
     says = inspect.getdoc(hl.losses.dpo)
-    assert "beta: positive and finite in fp32. Weight of the reference." in says and "[pairs] floating point" in says
-    assert "reference_chosen: constant [pairs] floating point." in says and "\n    chosen: [pairs] floating" in says
+    assert (
+        "beta: positive and finite in fp32. Weight of the reference." in says
+        and "[pairs] floating point" in says
+    )
+    assert (
+        "reference_chosen: constant [pairs] floating point." in says
+        and "\n    chosen: [pairs] floating" in says
+    )
     assert hl.losses.dpo.__name__ == "dpo"
     assert "summed" not in inspect.getdoc(hl.losses.orpo).lower()
     empty = [

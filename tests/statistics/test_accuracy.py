@@ -1,4 +1,5 @@
-"""Values and gradients against the float64 oracle, within a-priori bounds in units in the last place."""
+"""Values and gradients against the float64 oracle, within a-priori bounds in units in the last
+place."""
 
 import oracle
 import pytest
@@ -14,9 +15,13 @@ U = 2.0**-24  # fp32 unit roundoff
 
 
 def make_rows(vocab_size, dtype, device):
-    """Rows of increasing difficulty: spread, confident and improbable targets, -inf columns, shifts, edges."""
+    """Rows of increasing difficulty: spread, confident and improbable targets, -inf columns,
+    shifts, edges."""
     n = 7 if device == "cpu" else 64
-    x = torch.randn(n, vocab_size) * torch.tensor([1.0, 3.0, 10.0, 1.0, 1.0, 3.0, 1.0]).repeat(-(-n // 7))[:n, None]
+    x = (
+        torch.randn(n, vocab_size)
+        * torch.tensor([1.0, 3.0, 10.0, 1.0, 1.0, 3.0, 1.0]).repeat(-(-n // 7))[:n, None]
+    )
     labels = torch.randint(0, vocab_size, (n,))
     x[3, labels[3]] += 30.0  # margin of about 25 to 30: loss near 1e-12
     x[4, labels[4]] -= 20.0
@@ -30,7 +35,9 @@ def make_rows(vocab_size, dtype, device):
 
 def run(x, labels, backend, upstream, transform=None, **kwargs):
     x = x.clone().requires_grad_()
-    stats = vocab_statistics(x, labels, want=WANT, transform=transform, options=Options(backend=backend), **kwargs)
+    stats = vocab_statistics(
+        x, labels, want=WANT, transform=transform, options=Options(backend=backend), **kwargs
+    )
     sum((getattr(stats, name) * g.to(x.device)).sum() for name, g in upstream.items()).backward()
     return stats, x.grad
 
@@ -48,20 +55,24 @@ def assert_loss_exact(stats, z, labels):
 
 
 def assert_gradient_exact(grad, z, labels, expected):
-    """The bounds of an fp32 exponential of a rounded difference, then one rounding to the logits' dtype."""
+    """The bounds of an fp32 exponential of a rounded difference, then one rounding to the logits'
+    dtype."""
     labels, distance = labels.cpu(), (z - z.max(-1, keepdim=True).values).abs()
     slack = (3 * distance + 16) if grad.is_cuda else (distance + 8)
     at = torch.zeros_like(z, dtype=torch.bool).scatter(1, labels[:, None], True)
     slack = torch.where(at, distance + 40, slack)
     error = (grad.double().cpu() - expected).abs()
-    flushed = 8 * 2.0**-126  # probabilities below 2^-126 count as 0, times an upstream gradient of up to 8
+    # probabilities below 2^-126 count as 0, times an upstream gradient of up to 8
+    flushed = 8 * 2.0**-126
     allowed = torch.where(expected == 0, 0.0, slack * U * expected.abs() + flushed)
     if grad.dtype == torch.bfloat16:
         allowed = 0.505 * oracle.ulp(expected, torch.bfloat16) + flushed
         nearest = (error <= 0.5 * oracle.ulp(expected, torch.bfloat16) + flushed).double().mean()
         assert nearest >= 0.999 or error.numel() < 10_000
     if grad.dtype == torch.float16:
-        allowed = torch.maximum(0.55 * oracle.ulp(expected, torch.float16), torch.tensor(2.0**-25 * 1.1))
+        allowed = torch.maximum(
+            0.55 * oracle.ulp(expected, torch.float16), torch.tensor(2.0**-25 * 1.1)
+        )
     assert (error <= allowed).all(), (error / allowed.clamp(min=2.0**-140)).max()
 
 
@@ -76,7 +87,9 @@ def test_cross_entropy_is_exact_to_a_few_ulp(vocab_size, dtype, backend, device)
     assert torch.equal(stats.argmax.cpu(), truth["argmax"])
     assert torch.equal(stats.target_logit.cpu().double(), truth["target_logit"])
     assert (stats.log_prob <= 0).all()
-    assert ((stats.lse.double().cpu() - truth["lse"]).abs() <= 4 * oracle.ulp(truth["lse"]) + 1e-6).all()
+    assert (
+        (stats.lse.double().cpu() - truth["lse"]).abs() <= 4 * oracle.ulp(truth["lse"]) + 1e-6
+    ).all()
 
 
 TRANSFORMS = {
@@ -86,14 +99,16 @@ TRANSFORMS = {
 
 
 STATISTICS_CASES = [(v, name, dtype) for v in (17, 1000) for name in TRANSFORMS for dtype in DTYPES]
-STATISTICS_CASES += [(9001, name, torch.float32) for name in ("plain", "all")]  # several tiles to a chunk
+# several tiles to a chunk
+STATISTICS_CASES += [(9001, name, torch.float32) for name in ("plain", "all")]
 
 
 @pytest.mark.parametrize("vocab_size, name, dtype", STATISTICS_CASES)
 def test_every_statistic_and_transformation_is_at_most_twice_as_far_off_as_torch(
     vocab_size, name, dtype, backend, device
 ):
-    """Truth is float64; the yardstick is plain fp32 torch on eight times as many rows, as its largest error varies."""
+    """Truth is float64; the yardstick is plain fp32 torch on eight times as many rows, as its
+    largest error varies."""
     n, ours = 96, slice(12)
     options = dict(TRANSFORMS[name])
     x = (torch.randn(n, vocab_size) * 3).to(dtype).to(device)
@@ -109,7 +124,9 @@ def test_every_statistic_and_transformation_is_at_most_twice_as_far_off_as_torch
     temperature = options.get("temperature", 1.0)
     own = {"temperature": temperature[ours]} if isinstance(temperature, torch.Tensor) else {}
     some = {key: g[ours] for key, g in upstream.items()}
-    stats, grad = run(x[ours], labels[ours], backend, some, Transform(**options | own), total_weight=weight)
+    stats, grad = run(
+        x[ours], labels[ours], backend, some, Transform(**options | own), total_weight=weight
+    )
     z, slope = oracle.transform(x, **options)
     truth = oracle.statistics(z, labels.cpu(), weight)
     expected = oracle.gradient(z, slope, labels.cpu(), upstream, weight)
@@ -129,13 +146,18 @@ def test_every_statistic_and_transformation_is_at_most_twice_as_far_off_as_torch
         "total": (zt.masked_fill(zt == -torch.inf, 0.0) * weight).sum(-1),
     }
     sum((values[key] * g.to(device)).sum() for key, g in upstream.items()).backward()
-    # a GPU's exponential of a rounded product: an allowance that follows from the distance to the maximum
+    # a GPU's exponential of a rounded product: an allowance that follows from the distance to the
+    # maximum
     distance = (z - z.max(-1, keepdim=True).values).abs()
     gpu = (3 * distance[distance < torch.inf].max() + 16) * U if device == "cuda" else 0.0
     for key in oracle.NAMES:
         error = (getattr(stats, key).double().cpu() - truth[key][ours]).abs().max()
         theirs = (values[key].double().cpu() - truth[key]).abs().max()
-        assert error <= 2 * theirs + 4 * oracle.ulp(truth[key].abs().max()) + gpu, (key, error, theirs)
+        assert error <= 2 * theirs + 4 * oracle.ulp(truth[key].abs().max()) + gpu, (
+            key,
+            error,
+            theirs,
+        )
     theirs = (plain.grad.to(dtype).double().cpu() - expected).abs().max()
     error = (grad.double().cpu() - expected[ours]).abs().max()
     largest = expected.abs().max()
@@ -148,7 +170,9 @@ def test_the_lowest_id_wins_a_tie_whichever_tile_is_read_last(label, options, de
     """Two tiles to a chunk; the one that holds the label is read after the other."""
     x = torch.zeros(1, 8192, device=device)
     x[0, [5, 600, 1500]] = 3.0
-    stats = vocab_statistics(x, torch.tensor([label], device=device), want=("argmax",), options=options)
+    stats = vocab_statistics(
+        x, torch.tensor([label], device=device), want=("argmax",), options=options
+    )
     assert stats.argmax.item() == (5 if label >= 0 else -1)
     assert not stats.correct.item()
 
@@ -160,7 +184,9 @@ def test_a_softcaps_gradient_of_rows_that_need_several_programs(dtype, options, 
     x[:, ::1111] = 9.0
     labels = torch.tensor([4095, -100, 9998])
     local = x.clone().to(device).requires_grad_()
-    stats = vocab_statistics(local, labels.to(device), transform=Transform(softcap=10.0), options=options)
+    stats = vocab_statistics(
+        local, labels.to(device), transform=Transform(softcap=10.0), options=options
+    )
     stats.log_prob.sum().backward()
     z, slope = oracle.transform(x, softcap=10.0)
     truth = oracle.gradient(z, slope, labels.clamp(min=0), {"log_prob": (labels >= 0).double()})

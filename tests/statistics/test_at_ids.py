@@ -1,4 +1,5 @@
-"""Log-probs of given ids: which ids there may be. Values and gradients are in test_at_ids_beside.py."""
+"""Log-probs of given ids: which ids there may be. Values and gradients are in
+test_at_ids_beside.py."""
 
 import re
 
@@ -35,7 +36,8 @@ def test_values_of_other_ids_than_those_asked_for_are_refused(columns):
     term = Term("soft", _of_ids, want=("log_probs_at",), inputs=("weights",))
     given = {"ids": torch.zeros(2, 3, 4, dtype=torch.int64), "weights": torch.ones(2, 3, columns)}
     with pytest.raises(
-        ValueError, match=rf"each of a token's 4 ids, or one per token \[2, 3\], got \[2, 3, {columns}\]"
+        ValueError,
+        match=rf"each of a token's 4 ids, or one per token \[2, 3\], got \[2, 3, {columns}\]",
     ):
         HeadLoss([term])(torch.zeros(2, 3, V), torch.zeros(2, 3, dtype=torch.int64), inputs=given)
 
@@ -44,7 +46,9 @@ def test_values_of_other_ids_than_those_asked_for_are_refused(columns):
 def test_ids_that_are_not_of_the_tokens_are_named(shape):
     head = HeadLoss([Term("soft", _of_ids, want=("log_probs_at",), inputs=("weights",))])
     given = {"ids": torch.zeros(shape, dtype=torch.int64), "weights": torch.ones(2, 3)}
-    with pytest.raises(ValueError, match=re.escape(f"ids must have shape [2, 3, K] of logits, got {list(shape)}")):
+    with pytest.raises(
+        ValueError, match=re.escape(f"ids must have shape [2, 3, K] of logits, got {list(shape)}")
+    ):
         head(torch.zeros(2, 3, V), torch.zeros(2, 3, dtype=torch.int64), inputs=given)
 
 

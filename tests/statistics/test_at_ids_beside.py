@@ -1,5 +1,5 @@
-"""Log-probs of given ids, alone and in one call with statistics over sets, of a top-K teacher, or both, in float64:
-values, gradients, every carrier, equal bits at any number of ranks."""
+"""Log-probs of given ids, alone and in one call with statistics over sets, of a top-K teacher, or
+both, in float64: values, gradients, every carrier, equal bits at any number of ranks."""
 
 import oracle
 import pytest
@@ -10,7 +10,17 @@ from ranks import on_ranks
 from sets_problem import NAMES, N, V, gradient, padded, ragged, rows, truth
 from topk_oracle import BETA
 
-from tp_headloss import HeadLoss, IdSets, Linear, Options, Term, TopKTeacher, Transform, VocabShard, vocab_statistics
+from tp_headloss import (
+    HeadLoss,
+    IdSets,
+    Linear,
+    Options,
+    Term,
+    TopKTeacher,
+    Transform,
+    VocabShard,
+    vocab_statistics,
+)
 
 K, H = 7, 12
 TOPK = ("topk_forward_kl", "topk_reverse_kl", "topk_jsd")
@@ -57,24 +67,45 @@ def upstream(names):
     return out | {"log_probs_at": torch.randn(N, K, generator=generator)}
 
 
-def run(group, device, backend, beside, form="csr", dtype=torch.float32, transformed=False, inplace=False):
+def run(
+    group,
+    device,
+    backend,
+    beside,
+    form="csr",
+    dtype=torch.float32,
+    transformed=False,
+    inplace=False,
+):
     (names, fields), (x, labels, sets, ids) = BESIDE[beside], problem()
     ids = ids.int() if form == "padded" else ids
     shard = VocabShard.from_group(group, V, 256)
     here = slice(shard.start, shard.stop)
     leaf = F.pad(x, (0, 56), value=40.0)[:, here].to(device, dtype).clone().requires_grad_()
     local = leaf * 1.0 if inplace else leaf
-    given = {"sets": (ragged(sets) if form == "csr" else padded(sets)).to(device)} if {*names} & {*NAMES} else {}
+    given = (
+        {"sets": (ragged(sets) if form == "csr" else padded(sets)).to(device)}
+        if {*names} & {*NAMES}
+        else {}
+    )
     if fields is not None:
-        given["teacher"] = TopKTeacher(*(part.to(device) for part in entries()), beta=BETA, **fields)
-    transform = Transform(F.pad(bias_of(), (0, 56))[here].to(device), 1.3, 9.0, 1.1) if transformed else None
+        given["teacher"] = TopKTeacher(
+            *(part.to(device) for part in entries()), beta=BETA, **fields
+        )
+    transform = (
+        Transform(F.pad(bias_of(), (0, 56))[here].to(device), 1.3, 9.0, 1.1)
+        if transformed
+        else None
+    )
     with counted_collectives() as events:
         stats = vocab_statistics(
             local, labels.to(device), shard=shard, want=(*names, "entropy", "log_probs_at"), ids=ids.to(device),
             transform=transform, options=Options(backend=backend, transport="gather", inplace=inplace), **given,
         )  # fmt: skip
     grads = upstream(names)
-    torch.autograd.backward([getattr(stats, name) for name in grads], [g.to(device) for g in grads.values()])
+    torch.autograd.backward(
+        [getattr(stats, name) for name in grads], [g.to(device) for g in grads.values()]
+    )
     values = {name: getattr(stats, name).detach().cpu() for name in grads}
     return values, leaf.grad.cpu(), sum(events.values())
 
@@ -92,19 +123,29 @@ def expected(beside, dtype=torch.float32, transformed=False):
     valid, safe, grads = labels != -100, labels.clamp(min=0), upstream(names)
     grads = {name: g.double() for name, g in grads.items()}
     known, log_p = ids >= 0, z.log_softmax(-1)
-    values = oracle.statistics(z, safe) | {"log_probs_at": torch.where(known, log_p.gather(1, ids.clamp(min=0)), 0.0)}
+    values = oracle.statistics(z, safe) | {
+        "log_probs_at": torch.where(known, log_p.gather(1, ids.clamp(min=0)), 0.0)
+    }
     softmax = {name: grads[name] for name in ("log_prob", "entropy")}
     at = torch.where(known, grads["log_probs_at"], 0.0)
-    dz = torch.zeros_like(z).scatter_add(1, ids.clamp(min=0), at) - at.sum(1, keepdim=True) * log_p.exp()
+    dz = (
+        torch.zeros_like(z).scatter_add(1, ids.clamp(min=0), at)
+        - at.sum(1, keepdim=True) * log_p.exp()
+    )
     dx = dz * slope + oracle.gradient(z, slope, safe, softmax)
-    of_sets, of_entries = ({name: grads[name] for name in names if (name in NAMES) == own} for own in (True, False))
+    of_sets, of_entries = (
+        {name: grads[name] for name in names if (name in NAMES) == own} for own in (True, False)
+    )
     if of_sets:
         values |= truth(z, safe, sets)
         dx += gradient(z, slope, safe, sets, of_sets)
     if of_entries:
         over, dz = of_teacher(z, 1.1 if transformed else 1.0, fields, of_entries)
         values, dx = values | over, dx + dz * slope
-    values = {name: torch.where(valid if x.dim() == 1 else valid[:, None], x, 0.0) for name, x in values.items()}
+    values = {
+        name: torch.where(valid if x.dim() == 1 else valid[:, None], x, 0.0)
+        for name, x in values.items()
+    }
     return values, torch.where(valid[:, None], dx, 0.0)
 
 
@@ -125,7 +166,8 @@ def of_teacher(z, temperature, fields, grads):
 def check(results, beside, dtype=torch.float32, transformed=False):
     values, dx = expected(beside, dtype, transformed)
     for got, _, collectives in results:
-        assert collectives == int(len(results) > 1) * (2 if "topk_jsd" in got else 1)  # that one has a second exchange
+        # that one has a second exchange
+        assert collectives == int(len(results) > 1) * (2 if "topk_jsd" in got else 1)
         for name, found in got.items():
             assert torch.equal(found, results[0][0][name])
             torch.testing.assert_close(found.double(), values[name], rtol=4e-6, atol=4e-6)
@@ -141,9 +183,16 @@ def test_values_and_gradients_equal_float64(world_size, beside, backend):
     check(on_ranks(world_size, run, backend, beside), beside)
 
 
-@pytest.mark.parametrize("beside", ["nothing", "sets and entries", "entries and vocabulary, at a temperature"])
+@pytest.mark.parametrize(
+    "beside", ["nothing", "sets and entries", "entries and vocabulary, at a temperature"]
+)
 def test_logits_are_transformed_first_and_the_gradient_is_rounded_once(beside, backend, device):
-    check([run(None, device, backend, beside, "padded", torch.bfloat16, True)], beside, torch.bfloat16, True)
+    check(
+        [run(None, device, backend, beside, "padded", torch.bfloat16, True)],
+        beside,
+        torch.bfloat16,
+        True,
+    )
 
 
 @pytest.mark.parametrize("beside", ["sets", "a tail", "sets and entries"])
@@ -178,7 +227,8 @@ def test_a_set_that_is_bad_leaves_given_ids_alone(options, device):
     assert stats.set_log_prob.isnan().tolist() == [False, True, False, True]
     assert torch.equal(stats.log_probs_at, alone.log_probs_at)
     grads = [
-        torch.autograd.grad(found.log_probs_at.exp().sum(), leaf, retain_graph=True)[0] for found in (stats, alone)
+        torch.autograd.grad(found.log_probs_at.exp().sum(), leaf, retain_graph=True)[0]
+        for found in (stats, alone)
     ]
     assert torch.equal(*grads) and grads[0].isfinite().all()
     (grad,) = torch.autograd.grad(stats.set_log_prob.sum() + stats.log_probs_at.sum(), leaf)
@@ -223,9 +273,14 @@ def head_loss(group, device, backend, mode, with_sets, n, budget):
     local = weight[shard.start : shard.stop].clone().requires_grad_()
     hidden.requires_grad_()
     want = ("set_entropy", "set_log_mass", "log_probs_at") if with_sets else ("log_probs_at",)
-    term = Term("own", _both if with_sets else _at_ids, want=want, inputs=("weights",), tokenwise=True)
+    term = Term(
+        "own", _both if with_sets else _at_ids, want=want, inputs=("weights",), tokenwise=True
+    )
     head = HeadLoss([term], options=Options(backend=backend))
-    given = {"shard": shard, "inputs": {"ids": ids, "weights": weights} | ({"sets": IdSets(kept)} if with_sets else {})}
+    given = {
+        "shard": shard,
+        "inputs": {"ids": ids, "weights": weights} | ({"sets": IdSets(kept)} if with_sets else {}),
+    }
     if mode == "logits":
         out = head(hidden @ local.t(), labels, **given)
     else:
@@ -235,15 +290,24 @@ def head_loss(group, device, backend, mode, with_sets, n, budget):
     grad = hidden.grad
     if mode == "logits" and group is not None:  # which the caller sums
         torch.distributed.all_reduce(grad, group=group)
-    return out.loss.detach().cpu(), grad.cpu(), local.grad.cpu(), out.stats.log_probs_at.detach().cpu()
+    return (
+        out.loss.detach().cpu(),
+        grad.cpu(),
+        local.grad.cpu(),
+        out.stats.log_probs_at.detach().cpu(),
+    )
 
 
 @pytest.mark.parametrize("with_sets", [False, True])
 @pytest.mark.parametrize("mode", ["logits", "recompute", "one_sweep", "valid"])
 def test_a_term_of_ids_with_and_without_sets(mode, with_sets, backend):
     """In plain torch from hidden states by several blocks of tokens."""
-    n, budget = (6, 200_000) if mode in ("valid", "logits") or backend == "triton" else (300, 140_000)
-    results = on_ranks(2 if backend == "torch" else 1, head_loss, backend, mode, with_sets, n, budget)
+    n, budget = (
+        (6, 200_000) if mode in ("valid", "logits") or backend == "triton" else (300, 140_000)
+    )
+    results = on_ranks(
+        2 if backend == "torch" else 1, head_loss, backend, mode, with_sets, n, budget
+    )
     hidden, weight, labels, kept, ids, weights = of_tokens(n)
     hidden, weight = (x.double().requires_grad_() for x in (hidden, weight))
     log_p = (hidden @ weight.t()).log_softmax(-1)
@@ -252,7 +316,9 @@ def test_a_term_of_ids_with_and_without_sets(mode, with_sets, backend):
     if with_sets:
         inside = torch.zeros(n, V, dtype=torch.bool).scatter(1, kept, True)
         over = torch.where(inside, log_p, -torch.inf)
-        per_token = per_token - (over.softmax(-1) * torch.where(inside, over.log_softmax(-1), 0.0)).sum(-1)
+        per_token = per_token - (
+            over.softmax(-1) * torch.where(inside, over.log_softmax(-1), 0.0)
+        ).sum(-1)
         per_token = per_token + over.logsumexp(-1)
     loss = per_token[labels != -100].mean()
     dh, dw = torch.autograd.grad(loss, (hidden, weight))
@@ -261,7 +327,9 @@ def test_a_term_of_ids_with_and_without_sets(mode, with_sets, backend):
         expected = torch.where(labels[:, None] != -100, at_ids.detach(), 0.0)
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(grad.double(), dh, rtol=1e-4, atol=2e-5)
-    torch.testing.assert_close(torch.cat([r[2] for r in results]).double(), dw, rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(
+        torch.cat([r[2] for r in results]).double(), dw, rtol=1e-4, atol=2e-5
+    )
 
 
 def test_an_input_of_another_term_may_be_named_ids():

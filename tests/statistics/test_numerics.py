@@ -1,5 +1,5 @@
-"""The kernels' tanh and its slope, to a few ulp and with bits of each element that those beside it do not change, and
-their maximum of a tile."""
+"""The kernels' tanh and its slope, to a few ulp and with bits of each element that those beside it
+do not change, and their maximum of a tile."""
 
 import oracle
 import pytest
@@ -29,7 +29,9 @@ def kernels(a):
 
 
 def test_tanh_and_its_slope_are_right_to_a_few_ulp(device):
-    a = torch.cat([torch.linspace(-40, 40, 8 * BLOCK), torch.linspace(-0.6, 0.6, 8 * BLOCK)]).to(device)
+    a = torch.cat([torch.linspace(-40, 40, 8 * BLOCK), torch.linspace(-0.6, 0.6, 8 * BLOCK)]).to(
+        device
+    )
     tanh, slope = (x.double().cpu() for x in kernels(a))
     a = a.double().cpu()
     assert ((tanh - a.tanh()).abs() <= 3 * oracle.ulp(a.tanh())).all()
@@ -38,7 +40,9 @@ def test_tanh_and_its_slope_are_right_to_a_few_ulp(device):
 
 
 def test_special_values(device):
-    special = torch.tensor([0.0, -0.0, 1e-30, torch.inf, -torch.inf, torch.nan, 100.0, -100.0], device=device)
+    special = torch.tensor(
+        [0.0, -0.0, 1e-30, torch.inf, -torch.inf, torch.nan, 100.0, -100.0], device=device
+    )
     tanh, slope = kernels(torch.nn.functional.pad(special, (0, BLOCK - len(special))))
     assert torch.equal(tanh[:5].cpu(), torch.tensor([0.0, 0.0, 1e-30, 1.0, -1.0]))
     assert tanh[5].isnan() and slope[5].isnan() and tanh[6:8].tolist() == [1.0, -1.0]

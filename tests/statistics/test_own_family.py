@@ -1,4 +1,5 @@
-"""A statistic is added without touching a carrier: `energy` is a family of its own, outside of the package."""
+"""A statistic is added without touching a carrier: `energy` is a family of its own, outside of the
+package."""
 
 import re
 from pathlib import Path
@@ -23,7 +24,8 @@ def problem():
 
 
 def outputs_of(group, device, backend, transport, mode):
-    """energy, and this rank's gradient of a loss of it, entropy and log_prob, from logits or hidden states."""
+    """energy, and this rank's gradient of a loss of it, entropy and log_prob, from logits or hidden
+    states."""
     with mock.patch.object(hl.statistics, "FAMILIES", hl.statistics.FAMILIES):
         hl.register_statistic(energy_statistic.Energy())
         return _outputs_of(group, device, backend, transport, mode)
@@ -49,9 +51,13 @@ def _outputs_of(group, device, backend, transport, mode):
         torch.testing.assert_close(out.metrics["energy"], found.sum())
     else:
         if mode:
-            stats = hl.linear_vocab_statistics(hidden, leaf, labels, want=want, linear=hl.Linear(mode), **given)
+            stats = hl.linear_vocab_statistics(
+                hidden, leaf, labels, want=want, linear=hl.Linear(mode), **given
+            )
         else:
-            stats = hl.vocab_statistics(leaf, labels, want=want, transform=hl.Transform(softcap=5.0), **given)
+            stats = hl.vocab_statistics(
+                leaf, labels, want=want, transform=hl.Transform(softcap=5.0), **given
+            )
         loss, found = _loss(stats).sum(), stats.energy
     loss.backward()
     return found.detach().cpu(), leaf.grad.cpu()
@@ -59,7 +65,9 @@ def _outputs_of(group, device, backend, transport, mode):
 
 @pytest.mark.parametrize("mode", [None, "recompute", "one_sweep"])
 @pytest.mark.parametrize(("ranks", "transport"), [(1, "gather"), (2, "gather"), (2, "sum")])
-def test_a_family_outside_of_the_package_passes_through_every_carrier(ranks, transport, mode, backend):
+def test_a_family_outside_of_the_package_passes_through_every_carrier(
+    ranks, transport, mode, backend
+):
     hidden, weight, labels = problem()
     leaf = (weight if mode else hidden @ weight.t()).double().requires_grad_()
     z = hidden.double() @ leaf.t() if mode else 5 * torch.tanh(leaf / 5)
@@ -76,13 +84,26 @@ def test_a_family_outside_of_the_package_passes_through_every_carrier(ranks, tra
 
 
 def test_a_family_takes_at_most_fifty_lines():
-    assert len([line for line in Path(energy_statistic.__file__).read_text().splitlines() if line.strip()]) <= 50
+    assert (
+        len(
+            [
+                line
+                for line in Path(energy_statistic.__file__).read_text().splitlines()
+                if line.strip()
+            ]
+        )
+        <= 50
+    )
 
 
-SHAPES = {  # method -> what it returns in a wrong shape, and the words of the error about four tokens
+# method -> what it returns in a wrong shape, and the words of the error about four tokens
+SHAPES = {
     "local": (lambda self, tile, softmax, rows: {"energy": tile.z}, "[4], got [4, 6]"),
     "coefficient": (lambda self, c, z, p, merged, grads: c[:, 0], "[4, 3] or [4, 1], got [4]"),
-    "direct": (lambda self, dz, tile, merged, grads: grads["energy"][..., None] * tile.z, "[4, 3], got [4, 4, 3]"),
+    "direct": (
+        lambda self, dz, tile, merged, grads: grads["energy"][..., None] * tile.z,
+        "[4, 3], got [4, 4, 3]",
+    ),
     "scaled": (lambda self, total, tile, *others: tile.z[:, :1], "[4, 3], got [4, 1]"),
 }
 
@@ -100,11 +121,20 @@ def test_what_cannot_be_registered_is_an_error():
     with mock.patch.object(hl.statistics, "FAMILIES", hl.statistics.FAMILIES):
         with pytest.raises(TypeError, match="family must be a Family, got"):
             hl.register_statistic(energy_statistic.Energy)
-        incomplete = type("Own", (hl.statistics.Family,), {"statistics": ("own",), "gradients": ("own",)})
-        with pytest.raises(ValueError, match=r"family Own must .* got no finish, no coefficient or direct or scaled"):
+        incomplete = type(
+            "Own", (hl.statistics.Family,), {"statistics": ("own",), "gradients": ("own",)}
+        )
+        with pytest.raises(
+            ValueError,
+            match=r"family Own must .* got no finish, no coefficient or direct or scaled",
+        ):
             hl.register_statistic(incomplete())
-        empty = type("Empty", (energy_statistic.Energy,), {"finish": lambda self, sums, joined: ({}, {})})
-        with pytest.raises(ValueError, match=r"families' finish must return .* got no \['energy'\]"):
+        empty = type(
+            "Empty", (energy_statistic.Energy,), {"finish": lambda self, sums, joined: ({}, {})}
+        )
+        with pytest.raises(
+            ValueError, match=r"families' finish must return .* got no \['energy'\]"
+        ):
             hl.register_statistic(empty())
     with mock.patch.object(hl.statistics, "FAMILIES", hl.statistics.FAMILIES):
         hl.register_statistic(energy_statistic.Energy())
@@ -112,7 +142,9 @@ def test_what_cannot_be_registered_is_an_error():
             hl.register_statistic(energy_statistic.Energy())
         stats = hl.vocab_statistics(torch.ones(1, 3), want=("energy",))
         assert torch.equal(stats.energy, stats.registered["energy"])
-        compiled = torch.compile(lambda x: hl.vocab_statistics(x, want=("energy",)).energy, fullgraph=True)
+        compiled = torch.compile(
+            lambda x: hl.vocab_statistics(x, want=("energy",)).energy, fullgraph=True
+        )
         assert torch.equal(compiled(torch.ones(1, 3)), stats.energy)
     with pytest.raises(AttributeError, match="VocabStatistics have no 'energy'"):
         _ = hl.vocab_statistics(torch.ones(1, 3)).energy

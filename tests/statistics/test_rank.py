@@ -15,7 +15,8 @@ V, N = 200, 12
 
 
 def problem(v=V):
-    """Few distinct logits, so that most are tied; -0, -inf, the likeliest and the least likely label."""
+    """Few distinct logits, so that most are tied; -0, -inf, the likeliest and the least likely
+    label."""
     generator = torch.Generator().manual_seed(3)
     x = torch.randint(-6, 6, (N, v), generator=generator) / 2
     x[:, ::3] *= -1
@@ -38,7 +39,10 @@ def run(group, device, v, backend, transport, dtype):
     x, labels = problem(v)
     shard = hl.VocabShard.from_group(group, v, v + 56)
     local = F.pad(x, (0, 56), value=40.0)[:, shard.start : shard.stop].to(device, dtype)
-    bias, temperature = torch.full((shard.width,), 0.25, device=device), torch.linspace(0.5, 2.0, N, device=device)
+    bias, temperature = (
+        torch.full((shard.width,), 0.25, device=device),
+        torch.linspace(0.5, 2.0, N, device=device),
+    )
     transform = hl.Transform(bias=bias, softcap=5.0, temperature=temperature)
     with counted_collectives() as events:
         stats = hl.vocab_statistics(
@@ -49,7 +53,9 @@ def run(group, device, v, backend, transport, dtype):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize(("transport", "dtype"), [("gather", torch.float32), ("sum", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("transport", "dtype"), [("gather", torch.float32), ("sum", torch.bfloat16)]
+)
 @pytest.mark.parametrize("v", [V, 8008])  # chunks of a part of a tile, and of several tiles
 def test_ranks_are_those_of_a_stable_sort(world_size, transport, dtype, v, backend):
     expected = 0 if world_size == 1 else 3 if transport == "sum" else 2
@@ -85,7 +91,10 @@ def test_from_hidden_states(linear, options, device):
 def run_linear(group, device):
     generator = torch.Generator().manual_seed(5)
     hidden, weight = (torch.randint(-2, 3, (n, 4), generator=generator).float() for n in (300, V))
-    labels, shard = torch.randint(0, V, (300,), generator=generator), hl.VocabShard.from_group(group, V)
+    labels, shard = (
+        torch.randint(0, V, (300,), generator=generator),
+        hl.VocabShard.from_group(group, V),
+    )
     with counted_collectives() as events:
         stats = hl.linear_vocab_statistics(
             hidden.to(device), weight[shard.start : shard.stop].to(device), labels.to(device), shard=shard,
@@ -95,14 +104,19 @@ def run_linear(group, device):
 
 
 def test_each_block_of_logits_has_an_exchange_of_its_labels():
-    assert on_ranks(2, run_linear) == [(True, 4)] * 2  # three blocks, and the packets of all of them
+    # three blocks, and the packets of all of them
+    assert on_ranks(2, run_linear) == [(True, 4)] * 2
 
 
 def test_as_a_metric_with_a_loss_that_has_a_gradient(options, device):
     x, labels = problem()
     x[5] = 0.0
     local = x.to(device).requires_grad_()
-    out = hl.HeadLoss([hl.CrossEntropy()], metrics=("rank",), options=options)(local, labels.to(device))
+    out = hl.HeadLoss([hl.CrossEntropy()], metrics=("rank",), options=options)(
+        local, labels.to(device)
+    )
     out.loss.backward()
     assert local.grad.any() and not out.stats.rank.requires_grad
-    torch.testing.assert_close(hl.mean_metrics(out)["rank"].cpu().double(), truth(x, labels).double().sum() / (N - 1))
+    torch.testing.assert_close(
+        hl.mean_metrics(out)["rank"].cpu().double(), truth(x, labels).double().sum() / (N - 1)
+    )

@@ -1,4 +1,5 @@
-"""What is registered gives right numbers whatever its names and its order on ranks, or is refused with the reason."""
+"""What is registered gives right numbers whatever its names and its order on ranks, or is refused
+with the reason."""
 
 import re
 
@@ -30,7 +31,8 @@ def problem(dtype=torch.float64):
 
 
 def check(families, want, labelled=True):
-    """Compare values and gradients of registered families, beside an entropy, with float64 of torch."""
+    """Compare values and gradients of registered families, beside an entropy, with float64 of
+    torch."""
     logits, labels = problem()
     leaf, z = logits.clone().requires_grad_(), logits.clone().requires_grad_()
     options = hl.Options(backend="torch")
@@ -104,7 +106,9 @@ def test_the_guide_has_two_instances_of_one_class_and_they_are_right(ranks, caps
     collision = p.square().sum(-1)
     (orders[0] + 2 * orders[1] + collision).sum().backward()
     for values, _ in results:
-        torch.testing.assert_close(values.double(), torch.stack([*orders, collision]).detach(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            values.double(), torch.stack([*orders, collision]).detach(), rtol=1e-5, atol=1e-5
+        )
     grad = torch.cat([grad for _, grad in results], 1).double()
     torch.testing.assert_close(grad, z.grad, rtol=1e-4, atol=1e-5)
     assert ranks > 1 or capsys.readouterr().out == "tensor([8.]) tensor([8.])\n"
@@ -121,21 +125,58 @@ def renamed(**names):
 TAKEN = {
     "a packet row of a built-in family": (
         {"packet": ("squares",)},
-        r"packet rows of Sums \(own\) .* got 'squares', which CollisionFamily \(collision\) has: .* \('own',\)",
+        r"packet rows of Sums \(own\) .* got 'squares', which CollisionFamily \(collision\) has: "
+        r".* \('own',\)",
     ),
-    "the softmax's rows": ({"packet": ("sum",)}, r"got 'sum', which SoftmaxFamily \(every call\) has"),
-    "a merged row": ({"merged": ("collision",)}, r"merged rows .* 'collision', which CollisionFamily"),
+    "the softmax's rows": (
+        {"packet": ("sum",)},
+        r"got 'sum', which SoftmaxFamily \(every call\) has",
+    ),
+    "a merged row": (
+        {"merged": ("collision",)},
+        r"merged rows .* 'collision', which CollisionFamily",
+    ),
     "what carriers count": ({"packet": ("owners",)}, "got 'owners', which every call has"),
-    "a merged mean of the second exchange": ({"merged": ("gap",)}, "got 'gap', which TeacherFamily"),
-    "a maximum that would be added up": ({"packet": ("own_max",)}, "`merge` of its own for the packet row 'own_max'"),
-    "a row that ranks would not add up": ({"packet": ("own_shift",)}, "for the packet row 'own_shift'"),
-    "a string": ({"packet": "own"}, r"Sums.packet must be a tuple of names such as \('energy',\), got 'own'"),
+    "a merged mean of the second exchange": (
+        {"merged": ("gap",)},
+        "got 'gap', which TeacherFamily",
+    ),
+    "a maximum that would be added up": (
+        {"packet": ("own_max",)},
+        "`merge` of its own for the packet row 'own_max'",
+    ),
+    "a row that ranks would not add up": (
+        {"packet": ("own_shift",)},
+        "for the packet row 'own_shift'",
+    ),
+    "a string": (
+        {"packet": "own"},
+        r"Sums.packet must be a tuple of names such as \('energy',\), got 'own'",
+    ),
     "a set": ({"packet": {"own"}}, "Sums.packet must be a tuple of names"),
-    "no name": ({"statistics": ("own 2",)}, r"Sums.statistics must be a tuple of names .* got \('own 2',\)"),
+    "no name": (
+        {"statistics": ("own 2",)},
+        r"Sums.statistics must be a tuple of names .* got \('own 2',\)",
+    ),
     "a keyword": ({"statistics": ("lambda",)}, "Sums.statistics must be a tuple of names"),
-    "a gradient of nothing": ({"gradients": ("onw",)}, r"gradients must be among its statistics \['own'\], got"),
+    "a gradient of nothing": (
+        {"gradients": ("onw",)},
+        r"gradients must be among its statistics \['own'\], got",
+    ),
 }
-ATTRIBUTES = ("valid", "labels", "vocab_size", "registered", "lse", "hits", "mass", "correct", "count", "owners", "ids")
+ATTRIBUTES = (
+    "valid",
+    "labels",
+    "vocab_size",
+    "registered",
+    "lse",
+    "hits",
+    "mass",
+    "correct",
+    "count",
+    "owners",
+    "ids",
+)
 
 
 @pytest.mark.parametrize("case", TAKEN)
@@ -147,7 +188,10 @@ def test_a_row_or_name_that_is_taken_is_an_error(case):
 
 @pytest.mark.parametrize("name", [*ATTRIBUTES, "entropy", "jsd", "log_probs_at"])
 def test_a_statistic_cannot_have_the_name_of_an_attribute_of_the_results(name):
-    with pytest.raises(ValueError, match=rf"of which \['{name}'\] are taken"), registered(Sums(name, (POWER,))):
+    with (
+        pytest.raises(ValueError, match=rf"of which \['{name}'\] are taken"),
+        registered(Sums(name, (POWER,))),
+    ):
         pass
 
 
@@ -158,7 +202,8 @@ def test_rows_of_two_registered_families_are_apart():
     with registered(first):
         with pytest.raises(ValueError, match=words):
             hl.register_statistic(second)
-        assert hl.statistics.FAMILIES[len(BUILT_IN) :] == (first,)  # a refused family leaves nothing
+        # a refused family leaves nothing
+        assert hl.statistics.FAMILIES[len(BUILT_IN) :] == (first,)
 
 
 class Cube(Family):
@@ -185,7 +230,10 @@ def test_an_id_without_a_logit_must_add_nothing():
         options = hl.Options(backend="torch")
         assert hl.vocab_statistics(logits, want=("cube",), options=options).cube == 9
     careless = type("Careless", (Cube,), {"absent": lambda self, z: z})()
-    with pytest.raises(ValueError, match=r"an id more, whose logit is -inf, .*: look at local$"), registered(careless):
+    with (
+        pytest.raises(ValueError, match=r"an id more, whose logit is -inf, .*: look at local$"),
+        registered(careless),
+    ):
         pass
 
 
@@ -194,7 +242,10 @@ def every_row(self, rows, merging):
 
 
 OF_OTHERS = {
-    "merge": (every_row, r"Own.merge must return rows of its own, got \['max', 'owner', 'sum', 'target'\]"),
+    "merge": (
+        every_row,
+        r"Own.merge must return rows of its own, got \['max', 'owner', 'sum', 'target'\]",
+    ),
     "finish": (
         lambda self, sums, joined: ({"own": joined.whole, "lse": joined.whole}, {}),
         r"Own.finish must return rows of its own, got \['lse'\]",
@@ -279,11 +330,15 @@ def test_what_ranks_cannot_add_up_needs_another_transport():
             given = {"want": ("largest",), "options": hl.Options(backend="torch")}
             assert torch.equal(hl.vocab_statistics(logits, labels, **given).largest, others)
             given["options"] = hl.Options(backend="torch", transport="sum")
-            with pytest.raises(ValueError, match="largest is not a sum: it needs transport='gather', got 'sum'"):
+            with pytest.raises(
+                ValueError, match="largest is not a sum: it needs transport='gather', got 'sum'"
+            ):
                 hl.vocab_statistics(logits, labels, **given)
     adding = type("Adding", (Count,), {"adds_up": True})()
     with (
-        pytest.raises(ValueError, match=r"ranks added up \(.* or adds_up = False\) .* look at merge"),
+        pytest.raises(
+            ValueError, match=r"ranks added up \(.* or adds_up = False\) .* look at merge"
+        ),
         registered(adding),
     ):
         pass
@@ -343,7 +398,9 @@ def values_of_ranks(group, device, orders, transport):
     with registered(*[families[name] for name in orders[rank]]):
         here = logits[:, shard.start : shard.stop].to(device)
         options = hl.Options(backend="torch", transport=transport)
-        stats = hl.vocab_statistics(here, labels.to(device), shard=shard, want=NAMES[:3], options=options)
+        stats = hl.vocab_statistics(
+            here, labels.to(device), shard=shard, want=NAMES[:3], options=options
+        )
         return torch.stack([getattr(stats, name) for name in NAMES[:3]]).cpu()
 
 
@@ -370,7 +427,9 @@ def test_rows_that_come_from_a_set_have_one_order():
 
 
 PARTS = st.one_of(
-    st.tuples(st.just("power"), st.sampled_from([1.5, 2.0, 3.0]), st.sampled_from([-2.0, 0.5, 1.0])),
+    st.tuples(
+        st.just("power"), st.sampled_from([1.5, 2.0, 3.0]), st.sampled_from([-2.0, 0.5, 1.0])
+    ),
     st.tuples(st.just("moment"), st.sampled_from([1, 2, 3]), st.sampled_from([-2.0, 0.5, 1.0])),
     st.tuples(st.just("surprise"), st.just(1.0), st.sampled_from([-2.0, 0.5, 1.0])),
 )
@@ -379,7 +438,9 @@ FAMILIES = st.lists(st.tuples(st.sampled_from(NAMES), st.lists(PARTS, min_size=1
 
 
 def examples(count):
-    return settings(max_examples=count, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+    return settings(
+        max_examples=count, database=None, deadline=None, suppress_health_check=list(HealthCheck)
+    )
 
 
 @seed(0)
@@ -407,7 +468,9 @@ def test_a_wrong_method_is_named_or_the_numbers_are_right(how, parts):
             for labelled in (True, False):
                 check([family], ("own", "entropy"), labelled)
     except ValueError as error:
-        assert re.search(rf"methods of family Broken must agree.*look at .*\b{method}\b", str(error)), error
+        assert re.search(
+            rf"methods of family Broken must agree.*look at .*\b{method}\b", str(error)
+        ), error
 
 
 @pytest.mark.parametrize(("method", "way"), BROKEN)
@@ -418,7 +481,8 @@ def test_a_wrong_method_of_a_family_with_every_kind_of_row_is_found(method, way)
 
 
 class Squares(Family):
-    """sum of p^2 and sum of z^2, whose methods may replace what they get, and look at logits of labels."""
+    """sum of p^2 and sum of z^2, whose methods may replace what they get, and look at logits of
+    labels."""
 
     statistics = gradients = packet = merged = ("own_p2", "own_z2")
 
@@ -457,10 +521,14 @@ class Squares(Family):
 
 @pytest.mark.parametrize("method", ["coefficient", "direct"])
 def test_a_method_that_replaces_the_gradients_of_others_is_found(method):
-    with pytest.raises(ValueError, match=r"the gradient of lse \+ own_.* look at coefficient, direct"):
+    with pytest.raises(
+        ValueError, match=r"the gradient of lse \+ own_.* look at coefficient, direct"
+    ):
         hl.register_statistic(Squares(replaces=method))
 
 
 def test_logits_of_labels_are_for_sums_alone():
-    with pytest.raises(ValueError, match=r"must do without tile.label_logits, which `local` alone has"):
+    with pytest.raises(
+        ValueError, match=r"must do without tile.label_logits, which `local` alone has"
+    ):
         hl.register_statistic(Squares(looks=True))

@@ -1,4 +1,5 @@
-"""Samples and the sets that a sampler keeps: against float64, at every group size and cut, in any batch."""
+"""Samples and the sets that a sampler keeps: against float64, at every group size and cut, in any
+batch."""
 
 import math
 from unittest import mock
@@ -9,7 +10,16 @@ import torch.nn.functional as F
 from collectives import counted_collectives
 from ranks import on_ranks
 
-from tp_headloss import Options, SamplingRule, TeacherHead, Transform, VocabShard, kept_ids, sample, vocab_statistics
+from tp_headloss import (
+    Options,
+    SamplingRule,
+    TeacherHead,
+    Transform,
+    VocabShard,
+    kept_ids,
+    sample,
+    vocab_statistics,
+)
 from tp_headloss.call.given import Given
 from tp_headloss.call.request_of import build_request
 from tp_headloss.search import kept as finder
@@ -40,7 +50,8 @@ def rows(dtype=torch.float32):
 
 
 def prefix_sizes(z, rule, slack):
-    """How many ids of z [N, V] float64, by (descending logit, ascending id), the rule keeps; top_p + slack."""
+    """How many ids of z [N, V] float64, by (descending logit, ascending id), the rule keeps; top_p
+    + slack."""
     order = z.sort(dim=-1, descending=True, stable=True)
     drop, place = order.values - order.values[:, :1], torch.arange(z.shape[1])
     kept = drop > -torch.inf
@@ -63,7 +74,8 @@ def expect_kept(x, rule, sets, temperature=1.0):
     good = x.isfinite().any(-1) & ~(x.isnan() | (x == torch.inf)).any(-1)
     z = torch.where(good[:, None], (x.float() / temperature).double(), 0.0) + 0.0
     fewest, order = prefix_sizes(z, rule, -1e-12)
-    most, _ = prefix_sizes(z, rule, 1e-12)  # a sum that is top_p to rounding may fall on either side
+    # a sum that is top_p to rounding may fall on either side
+    most, _ = prefix_sizes(z, rule, 1e-12)
     assert (most - fewest).max() <= 1
     for i, ids in enumerate(as_lists(sets)):
         assert ids == sorted(order[i, : len(ids)].tolist())
@@ -105,7 +117,9 @@ def test_sets_and_samples_are_the_same_at_every_group_size_and_equal_float64(dty
                 for name in ("log_probs", "full_log_probs"):
                     ours, alone = getattr(a, name), getattr(b, name)
                     if cut:  # not whole chunks: the order of sums is another
-                        torch.testing.assert_close(ours, alone, equal_nan=True, rtol=1e-6, atol=1e-6)
+                        torch.testing.assert_close(
+                            ours, alone, equal_nan=True, rtol=1e-6, atol=1e-6
+                        )
                     else:
                         assert torch.equal(ours.nan_to_num(9.0), alone.nan_to_num(9.0))
     for draw in first[1]:
@@ -115,9 +129,11 @@ def test_sets_and_samples_are_the_same_at_every_group_size_and_equal_float64(dty
 
 
 def candidates(number):
-    """Let every rank send so many candidates per token, half as many more, and none to spare; small groups; and let the
-    ranks gather two other tokens at a time."""
-    return mock.patch.multiple(finder, CANDIDATES=number, FEWEST=number, SPARE=0, GROUPS=1, FLAT_ELEMENTS=2 * V)
+    """Let every rank send so many candidates per token, half as many more, and none to spare; small
+    groups; and let the ranks gather two other tokens at a time."""
+    return mock.patch.multiple(
+        finder, CANDIDATES=number, FEWEST=number, SPARE=0, GROUPS=1, FLAT_ELEMENTS=2 * V
+    )
 
 
 def few_run(group, device, number, boundaries):
@@ -125,31 +141,48 @@ def few_run(group, device, number, boundaries):
         start, stop = (100, V) if group.rank() == 0 else (0, 100)
         shard = VocabShard(start, stop, V, group)
     else:
-        shard = VocabShard.from_boundaries(boundaries, V, group) if boundaries else VocabShard.from_group(group, V, 256)
+        shard = (
+            VocabShard.from_boundaries(boundaries, V, group)
+            if boundaries
+            else VocabShard.from_group(group, V, 256)
+        )
     x = F.pad(rows(), (0, 256 - V), value=90.0)[:, shard.start : shard.stop].to(device)
     positions = torch.arange(len(x), device=device)
     p, k = (torch.linspace(a, b, len(x), device=device) for a, b in ((0.2, 1.0), (1, V + 20)))
-    rules = [*RULES, SamplingRule(top_p=p), SamplingRule(k.long()), SamplingRule(k.long(), p, 1 - p)]
+    rules = [
+        *RULES,
+        SamplingRule(top_p=p),
+        SamplingRule(k.long()),
+        SamplingRule(k.long(), p, 1 - p),
+    ]
     with candidates(number):
         return [sample(x, seed=6, positions=positions, rule=rule, shard=shard) for rule in rules]
 
 
 @pytest.mark.parametrize("number", [1, 2, 9, 40])
 def test_sets_and_samples_are_the_same_with_few_candidates(number):
-    """Fewer than most sets have, as many as a set has, more than a shard has columns; ties at the borders."""
+    """Fewer than most sets have, as many as a set has, more than a shard has columns; ties at the
+    borders."""
     (whole,) = on_ranks(1, few_run, V, None)
     for world_size, cut in (CUTS[0], CUTS[2], (2, "reversed")):
         for draws in on_ranks(world_size, few_run, number, cut):
             for a, b in zip(draws, whole, strict=True):
                 assert torch.equal(a.ids, b.ids)
-                assert torch.equal(a.sets.ids, b.sets.ids) and torch.equal(a.sets.spans, b.sets.spans)
+                assert torch.equal(a.sets.ids, b.sets.ids) and torch.equal(
+                    a.sets.spans, b.sets.spans
+                )
 
 
 def test_backends_agree_on_any_layout_of_the_logits(device):
     x, positions = rows()[:, 1:].to(device), torch.arange(11, device=device)
     kinds = x, x.t().contiguous().t(), x.repeat(1, 2)[:, : V - 1]
     p = torch.linspace(0.5, 0.9, 11, device=device)
-    for rule in (None, SamplingRule(top_p=0.8), SamplingRule(top_k=5), SamplingRule(top_p=p.repeat_interleave(2)[::2])):
+    for rule in (
+        None,
+        SamplingRule(top_p=0.8),
+        SamplingRule(top_k=5),
+        SamplingRule(top_p=p.repeat_interleave(2)[::2]),
+    ):
         draws = [sample(y, seed=2, positions=at, rule=rule, options=Options(backend=backend))
                  for y in kinds for at in (positions, positions.repeat_interleave(2)[::2])
                  for backend in ("torch", "triton")]  # fmt: skip
@@ -159,7 +192,8 @@ def test_backends_agree_on_any_layout_of_the_logits(device):
 
 
 def others_of(z, rule, number):
-    """Tokens that keep more than so many candidates, of which those that equal the last one are dropped."""
+    """Tokens that keep more than so many candidates, of which those that equal the last one are
+    dropped."""
     request = build_request(Given(z, shard=VocabShard.from_group(None, z.shape[1])))
     with candidates(number):
         _, *others = finder.find_kept(request, rule)
@@ -167,15 +201,34 @@ def others_of(z, rule, number):
 
 
 def test_a_set_may_end_with_the_last_known_candidate(device):
-    p = torch.tensor([[0.4, 0.2, 0.1, 0.1, 0.1, 0.1], [0.3, 0.3, 0.3, 0.06, 0.03, 0.01]], device=device)
+    p = torch.tensor(
+        [[0.4, 0.2, 0.1, 0.1, 0.1, 0.1], [0.3, 0.3, 0.3, 0.06, 0.03, 0.01]], device=device
+    )
     z = p.log()
-    # the bound is the n-th largest, and one that more than n + n // 2 reach, as the third of row 0, is of no use
-    assert others_of(z, SamplingRule(top_k=2), 1) == [0, 1] and others_of(z, SamplingRule(top_k=2), 2) == []
-    assert others_of(z, SamplingRule(top_k=4), 3) == [0, 1] and others_of(z, SamplingRule(top_k=4), 4) == []
-    assert others_of(z, SamplingRule(top_p=0.59), 2) == [] and others_of(z, SamplingRule(top_p=0.61), 2) == [0]
-    assert others_of(z, SamplingRule(top_p=0.59), 3) == [0] and others_of(z, SamplingRule(top_p=0.61), 4) == []
-    assert others_of(z, SamplingRule(min_p=0.6), 2) == [1] and others_of(z, SamplingRule(min_p=0.4), 2) == [0, 1]
-    assert others_of(z, SamplingRule(top_p=1), 3) == [0, 1] and others_of(z, SamplingRule(top_p=1), 4) == []
+    # the bound is the n-th largest, and one that more than n + n // 2 reach, as the third of row 0,
+    # is of no use
+    assert (
+        others_of(z, SamplingRule(top_k=2), 1) == [0, 1]
+        and others_of(z, SamplingRule(top_k=2), 2) == []
+    )
+    assert (
+        others_of(z, SamplingRule(top_k=4), 3) == [0, 1]
+        and others_of(z, SamplingRule(top_k=4), 4) == []
+    )
+    assert others_of(z, SamplingRule(top_p=0.59), 2) == [] and others_of(
+        z, SamplingRule(top_p=0.61), 2
+    ) == [0]
+    assert (
+        others_of(z, SamplingRule(top_p=0.59), 3) == [0]
+        and others_of(z, SamplingRule(top_p=0.61), 4) == []
+    )
+    assert others_of(z, SamplingRule(min_p=0.6), 2) == [1] and others_of(
+        z, SamplingRule(min_p=0.4), 2
+    ) == [0, 1]
+    assert (
+        others_of(z, SamplingRule(top_p=1), 3) == [0, 1]
+        and others_of(z, SamplingRule(top_p=1), 4) == []
+    )
     no_k = torch.tensor([2, 6], device=device)  # top-k of all ids is none
     assert others_of(z, SamplingRule(no_k, 0.85), 4) == []
     assert as_lists(kept_ids(z, SamplingRule(no_k, 0.85))) == [[0, 1], [0, 1, 2]]
@@ -185,7 +238,11 @@ def count_run(group, device):
     """Collectives of `kept_ids`."""
     shard, x = VocabShard.from_group(group, V), rows()[:1].to(device)
     counts = []
-    for rule, number in [(SamplingRule(top_k=9), 30), (SamplingRule(top_p=0.6), 30), (SamplingRule(top_k=40), 9)]:
+    for rule, number in [
+        (SamplingRule(top_k=9), 30),
+        (SamplingRule(top_p=0.6), 30),
+        (SamplingRule(top_k=40), 9),
+    ]:
         with candidates(number), counted_collectives() as events:
             kept_ids(x[:, shard.start : shard.stop], rule, shard=shard)
         counts.append(sum(events.values()))
@@ -196,11 +253,14 @@ def test_a_short_set_takes_one_exchange_for_top_k_and_two_for_top_p():
     assert on_ranks(2, count_run) == [[1, 2, 1 + 2]] * 2  # a long one: widths, and its logits
 
 
-@pytest.mark.parametrize("shape, programs", [((1, 3000), 1024), ((9, 3000), 1), ((70, 129), 1024), ((250, 3), 100)])
+@pytest.mark.parametrize(
+    "shape, programs", [((1, 3000), 1024), ((9, 3000), 1), ((70, 129), 1024), ((250, 3), 100)]
+)
 def test_the_kernels_are_their_definitions(shape, programs, device, monkeypatch):
     from tp_headloss.search import race_triton as gumbel_triton
 
-    monkeypatch.setattr(gumbel_triton, "PROGRAMS", programs)  # a program of several tiles leaves some out
+    # a program of several tiles leaves some out
+    monkeypatch.setattr(gumbel_triton, "PROGRAMS", programs)
     z = 0.5 * torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device)
     z[0] = z[0].round()
     z[:, ::3] = -torch.inf
@@ -211,7 +271,8 @@ def test_the_kernels_are_their_definitions(shape, programs, device, monkeypatch)
     for given in (None, ids, ids.t().contiguous().t()):
         best, winner = gumbel.best_scores(z, positions, 2**64 - 3, 77, given)
         ours, id_ = gumbel_triton.best_scores(z, positions, 2**64 - 3, 77, given)
-        torch.testing.assert_close(ours, best, rtol=1e-15, atol=1e-15)  # the logarithm of the interpreter is numpy's
+        # the logarithm of the interpreter is numpy's
+        torch.testing.assert_close(ours, best, rtol=1e-15, atol=1e-15)
         assert torch.equal(id_[best.isfinite()], winner[best.isfinite()])
     for part in (gumbel, gumbel_triton):  # a shard without columns: no id is lower
         assert (part.best_scores(z[:, :0], positions, 3, 77)[1] == gumbel.LAST).all()
@@ -224,10 +285,15 @@ def test_the_kernels_are_their_definitions(shape, programs, device, monkeypatch)
     bound[0], most = -torch.inf, min(100, z.shape[1])
     bound[1::2] = z[1::2].nan_to_num(0.0).amax(1)  # which the largest logit reaches
     given = z, bound, most, 77, peak, lowest, 2.0**40
-    (keys, count, mass), (ours, own, sums) = (part.largest_logits(*given) for part in (gumbel, gumbel_triton))
+    (keys, count, mass), (ours, own, sums) = (
+        part.largest_logits(*given) for part in (gumbel, gumbel_triton)
+    )
     assert torch.equal(count, own) and count.max() > 0
     whole = count <= most  # any are left out of more
-    assert torch.equal(keys[whole].sort().values, ours[whole].sort().values) and (ours[~whole] > NO_KEY).all()
+    assert (
+        torch.equal(keys[whole].sort().values, ours[whole].sort().values)
+        and (ours[~whole] > NO_KEY).all()
+    )
     assert (mass - sums).abs().max() <= z.shape[1]  # an exponential may round to the integer above
     assert gumbel_triton.largest_logits(*given[:4])[2] is None
 
@@ -260,19 +326,25 @@ def test_the_generator_gives_its_published_answers(device):
 
 
 @pytest.mark.parametrize(
-    "number, rule, kept", [(1_000_000, None, [0, 1, 2, 3, 4]), (100_000, SamplingRule(top_p=0.75), [0, 1, 2])]
+    "number, rule, kept",
+    [(1_000_000, None, [0, 1, 2, 3, 4]), (100_000, SamplingRule(top_p=0.75), [0, 1, 2])],
 )
 def test_many_draws_follow_the_distribution(number, rule, kept, device):
     p, positions = torch.tensor([0.42, 0.3, 0.2, 0.079, 0.001]), torch.arange(number, device=device)
-    draws = sample(p.log().to(device).expand(number, 5), seed=2**63 + 11, positions=positions, rule=rule)
+    draws = sample(
+        p.log().to(device).expand(number, 5), seed=2**63 + 11, positions=positions, rule=rule
+    )
     share = torch.zeros(5).double().index_fill(0, torch.tensor(kept), 1.0) * p.double()
     share /= share.sum()
     counts = draws.ids.cpu().bincount(minlength=5).double()
     assert not counts[share == 0].any()
     expected = number * share[kept]
     chi_square = ((counts[kept] - expected) ** 2 / expected).sum()
-    assert chi_square < 3 * len(kept) + 5  # exceeded with a probability below 0.001 at len(kept) - 1 degrees
-    torch.testing.assert_close(draws.log_probs.cpu().double(), share.log()[draws.ids.cpu()], rtol=1e-5, atol=1e-6)
+    # exceeded with a probability below 0.001 at len(kept) - 1 degrees
+    assert chi_square < 3 * len(kept) + 5
+    torch.testing.assert_close(
+        draws.log_probs.cpu().double(), share.log()[draws.ids.cpu()], rtol=1e-5, atol=1e-6
+    )
 
 
 def test_a_token_has_one_sample_in_every_batch_and_block(monkeypatch, device):
@@ -282,11 +354,15 @@ def test_a_token_has_one_sample_in_every_batch_and_block(monkeypatch, device):
     for given in (None, rule):
         whole = sample(x, seed=1, positions=positions, rule=given)
         order = torch.tensor([5, 0, 7, 2], device=device)
-        part = sample(x[order].view(2, 2, V), seed=1, positions=positions[order].view(2, 2).int(), rule=given)
+        part = sample(
+            x[order].view(2, 2, V), seed=1, positions=positions[order].view(2, 2).int(), rule=given
+        )
         assert torch.equal(part.ids, whole.ids[order].view(2, 2))
         assert torch.equal(part.log_probs, whole.log_probs[order].view(2, 2))
     assert as_lists(part.sets) == [as_lists(whole.sets)[i] for i in order.tolist()]
-    assert not torch.equal(sample(x, seed=2, positions=positions).ids, sample(x, seed=1, positions=positions).ids)
+    assert not torch.equal(
+        sample(x, seed=2, positions=positions).ids, sample(x, seed=1, positions=positions).ids
+    )
     for name in ("BLOCK_ELEMENTS", "GPU_BLOCK_ELEMENTS", "TILE_ELEMENTS"):
         monkeypatch.setattr(finder, name, 3 * V)
     blocks = sample(x, seed=1, positions=positions, rule=rule)
@@ -295,9 +371,13 @@ def test_a_token_has_one_sample_in_every_batch_and_block(monkeypatch, device):
 
 def test_log_probs_are_those_of_the_statistics_over_the_sets(options, device):
     x = rows()[:3].to(device)
-    draw = sample(x, seed=9, positions=torch.arange(3, device=device), rule=RULES[-1], options=options)
+    draw = sample(
+        x, seed=9, positions=torch.arange(3, device=device), rule=RULES[-1], options=options
+    )
     stats = vocab_statistics(x, draw.ids, want=("set_log_prob",), sets=draw.sets, options=options)
-    assert torch.equal(draw.log_probs, stats.set_log_prob) and torch.equal(draw.full_log_probs, stats.log_prob)
+    assert torch.equal(draw.log_probs, stats.set_log_prob) and torch.equal(
+        draw.full_log_probs, stats.log_prob
+    )
     assert all(int(i) in ids for i, ids in zip(draw.ids, as_lists(draw.sets), strict=True))
 
 
@@ -315,16 +395,37 @@ def test_every_token_may_have_a_rule_of_its_own(device):
 
 def hidden_run(group, device):
     generator = torch.Generator().manual_seed(8)
-    hidden, weight = torch.randn(2, 5, 16, generator=generator), torch.randn(V, 16, generator=generator)
+    hidden, weight = (
+        torch.randn(2, 5, 16, generator=generator),
+        torch.randn(V, 16, generator=generator),
+    )
     shard = VocabShard.from_group(group, V, 256)
     part = F.pad(weight, (0, 0, 0, 256 - V))[shard.start : shard.stop].to(device)
     temperature = torch.linspace(0.5, 2, 10).view(2, 5).to(device)
-    positions, hidden, rule = torch.arange(10, device=device).view(2, 5), hidden.to(device), SamplingRule(top_k=6)
+    positions, hidden, rule = (
+        torch.arange(10, device=device).view(2, 5),
+        hidden.to(device),
+        SamplingRule(top_k=6),
+    )
     transform = Transform(temperature=temperature)
-    draw = sample(hidden, seed=4, positions=positions, rule=rule, weight=part, shard=shard, transform=transform)
+    draw = sample(
+        hidden,
+        seed=4,
+        positions=positions,
+        rule=rule,
+        weight=part,
+        shard=shard,
+        transform=transform,
+    )
     head = TeacherHead(hidden, part, temperature=temperature)
-    assert torch.equal(sample(head, seed=4, positions=positions, rule=rule, shard=shard).ids, draw.ids)
-    return as_lists(kept_ids(head, rule, shard=shard)), draw, (hidden @ weight.to(device).T) / temperature[..., None]
+    assert torch.equal(
+        sample(head, seed=4, positions=positions, rule=rule, shard=shard).ids, draw.ids
+    )
+    return (
+        as_lists(kept_ids(head, rule, shard=shard)),
+        draw,
+        (hidden @ weight.to(device).T) / temperature[..., None],
+    )
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -349,12 +450,22 @@ def test_no_tokens_have_no_samples(world_size):
 
 X, POSITIONS = torch.zeros(2, 5), torch.arange(2)
 WRONG = {  # others are in tests/helpers/odd_inputs.py and tests/promises/test_spec.py
-    r"top_k must have shape \[2\] of logits, got \[3\]": lambda: kept_ids(X, SamplingRule(top_k=torch.ones(3).long())),
+    r"top_k must have shape \[2\] of logits, got \[3\]": lambda: kept_ids(
+        X, SamplingRule(top_k=torch.ones(3).long())
+    ),
     "top_k must be int64 or int32": lambda: kept_ids(X, SamplingRule(top_k=torch.ones(2))),
-    "top_p must be floating point, got torch.int64": lambda: kept_ids(X, SamplingRule(top_p=POSITIONS)),
-    r"positions must have shape \[2\] of logits, got \[1\]": lambda: sample(X, seed=0, positions=POSITIONS[:1]),
-    "must have the shard's 6 columns": lambda: kept_ids(X, SamplingRule(), shard=VocabShard(0, 6, 6)),
-    r"at most 2\^24 ids, got 33554432": lambda: kept_ids(torch.zeros(0, 1 << 25), SamplingRule(top_k=1)),
+    "top_p must be floating point, got torch.int64": lambda: kept_ids(
+        X, SamplingRule(top_p=POSITIONS)
+    ),
+    r"positions must have shape \[2\] of logits, got \[1\]": lambda: sample(
+        X, seed=0, positions=POSITIONS[:1]
+    ),
+    "must have the shard's 6 columns": lambda: kept_ids(
+        X, SamplingRule(), shard=VocabShard(0, 6, 6)
+    ),
+    r"at most 2\^24 ids, got 33554432": lambda: kept_ids(
+        torch.zeros(0, 1 << 25), SamplingRule(top_k=1)
+    ),
 }
 
 

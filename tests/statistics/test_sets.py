@@ -1,4 +1,5 @@
-"""Statistics over sets of ids against float64: values, gradients, layouts of sets and of tokens, exactness."""
+"""Statistics over sets of ids against float64: values, gradients, layouts of sets and of tokens,
+exactness."""
 
 import oracle
 import pytest
@@ -25,12 +26,19 @@ def upstream(names):
 def run(group, device, backend, form, names):
     x, labels, sets = rows()
     shard = VocabShard.from_group(group, V, 256)
-    local = F.pad(x, (0, 56), value=40.0)[:, shard.start : shard.stop].to(device).clone().requires_grad_()
+    local = (
+        F.pad(x, (0, 56), value=40.0)[:, shard.start : shard.stop]
+        .to(device)
+        .clone()
+        .requires_grad_()
+    )
     given = {"shard": shard, "sets": FORMS[form](sets).to(device)}
     given["options"] = Options(backend=backend, transport="gather")
     with counted_collectives() as events:
         stats = vocab_statistics(local, labels.to(device), want=(*NAMES, "entropy"), **given)
-    sum((getattr(stats, name) * g.to(device)).sum() for name, g in upstream(names).items()).backward()
+    sum(
+        (getattr(stats, name) * g.to(device)).sum() for name, g in upstream(names).items()
+    ).backward()
     values = {name: getattr(stats, name).detach().cpu() for name in (*NAMES, *OTHERS)}
     return values, local.grad.cpu(), sum(events.values())
 
@@ -41,7 +49,9 @@ def expected(names):
     valid, safe = labels != -100, labels.clamp(min=0)
     values = truth(z, safe, sets)
     dx = gradient(z, slope, safe, sets, {k: g.double() for k, g in upstream(names).items()})
-    return {k: torch.where(valid, v, 0.0) for k, v in values.items()}, torch.where(valid[:, None], dx, 0.0)
+    return {k: torch.where(valid, v, 0.0) for k, v in values.items()}, torch.where(
+        valid[:, None], dx, 0.0
+    )
 
 
 def check(results, names):
@@ -74,7 +84,9 @@ def test_all_ways_to_write_sets_give_the_same_bits(backend, device):
     first = run(None, device, backend, "padded", UPSTREAM[-1])
     for form in ("masked", "csr", "int32"):
         values, grad, _ = run(None, device, backend, form, UPSTREAM[-1])
-        assert torch.equal(grad, first[1]) and all(torch.equal(values[name], first[0][name]) for name in NAMES)
+        assert torch.equal(grad, first[1]) and all(
+            torch.equal(values[name], first[0][name]) for name in NAMES
+        )
     if backend == "torch":
         for world_size in (2, 4):
             results = on_ranks(world_size, run, backend, "csr", UPSTREAM[-1])
@@ -95,29 +107,37 @@ def test_a_set_of_16_and_one_of_20000_in_one_batch(options, device):
     sets = [list(range(40, 56)), list(range(0, size))]
     labels = torch.tensor([50, size - 1])
     local = x.to(device).clone().requires_grad_()
-    stats = vocab_statistics(local, labels.to(device), want=NAMES, sets=ragged(sets).to(device), options=options)
+    stats = vocab_statistics(
+        local, labels.to(device), want=NAMES, sets=ragged(sets).to(device), options=options
+    )
     (stats.set_log_prob + stats.set_log_mass).sum().backward()
     z = x.double()
     for name, value in truth(z, labels, sets).items():
-        torch.testing.assert_close(getattr(stats, name).detach().cpu().double(), value, rtol=2e-6, atol=2e-6)
+        torch.testing.assert_close(
+            getattr(stats, name).detach().cpu().double(), value, rtol=2e-6, atol=2e-6
+        )
     ones = torch.ones(2).double()
     dx = gradient(z, torch.ones_like(z), labels, sets, {"set_log_prob": ones, "set_log_mass": ones})
     torch.testing.assert_close(local.grad.cpu().double(), dx, rtol=2e-5, atol=2e-7)
 
 
 def test_kernels_get_each_id_once_and_ascending(device, monkeypatch):
-    """Ids in any order, repeated within and beyond what a program looks at together, in several sets of a program."""
+    """Ids in any order, repeated within and beyond what a program looks at together, in several
+    sets of a program."""
     triton = load_backend("triton")
     monkeypatch.setattr(triton, "SETS_PROGRAMS", 3)
     generator, vocab = torch.Generator().manual_seed(0), 40_000
-    sets = [torch.randint(-1, n, (n,), generator=generator) for n in (700, 5, 0, 1300, 257, 256, vocab)]
+    sets = [
+        torch.randint(-1, n, (n,), generator=generator) for n in (700, 5, 0, 1300, 257, 256, vocab)
+    ]
     sets[1], sets[4] = torch.arange(5), torch.arange(2600) // 2
     sets[5][3] = vocab  # unknown
     sets.append(torch.tensor([0, 31, 32, vocab - 1, -1, -1]))
     sets.append(torch.tensor([7, -1, 9]))
     sets.append(torch.tensor([3, 3, 9]))
     sets.append(torch.tensor([4, 2]))
-    sets += [torch.arange(1500), torch.arange(1500)]  # and the last round has no set for two of the programs
+    # and the last round has no set for two of the programs
+    sets += [torch.arange(1500), torch.arange(1500)]
     sets[11][700], sets[12][700] = -1, vocab
     ids, ends = torch.cat(sets), torch.tensor([0, *map(len, sets)]).cumsum(0)
     beyond = torch.tensor([[0, len(ids)]] * 2)  # what those two must not read
@@ -128,12 +148,17 @@ def test_kernels_get_each_id_once_and_ascending(device, monkeypatch):
         entries, known = triton.known_sets(ids.to(device), given, vocab, most)
         for n, (begin, end) in zip(some, known.tolist()):
             assert begin == spans[n, 0]
-            assert entries[begin:end].tolist() == ([] if n in (5, 12) else sorted(set(sets[n].tolist()) - {-1}))
+            assert entries[begin:end].tolist() == (
+                [] if n in (5, 12) else sorted(set(sets[n].tolist()) - {-1})
+            )
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (0, 0), (2, 0)])
 def test_sets_of_no_tokens_and_of_no_ids(shape, options, device):
-    x, ids = torch.zeros(shape[0], V, device=device), torch.zeros(shape, dtype=torch.long, device=device)
+    x, ids = (
+        torch.zeros(shape[0], V, device=device),
+        torch.zeros(shape, dtype=torch.long, device=device),
+    )
     stats = vocab_statistics(x, want=("set_log_mass",), sets=IdSets(ids), options=options)
     assert stats.set_log_mass.shape == shape[:1] and stats.set_log_mass.isnan().all()
 
@@ -141,7 +166,11 @@ def test_sets_of_no_tokens_and_of_no_ids(shape, options, device):
 def test_sets_never_overlap_and_never_leave_the_ids():
     spans = IdSets.from_csr(torch.arange(5), torch.tensor([0, 2, 4, 2, 3, 4, 9])).spans
     assert spans.tolist() == [[0, 2], [2, 4], [0, 0], [0, 0], [0, 0], [0, 0]]
-    assert IdSets.from_csr(torch.arange(5), torch.tensor([0, 0, 3, 5])).spans.tolist() == [[0, 0], [0, 3], [3, 5]]
+    assert IdSets.from_csr(torch.arange(5), torch.tensor([0, 0, 3, 5])).spans.tolist() == [
+        [0, 0],
+        [0, 3],
+        [3, 5],
+    ]
 
 
 def pieces():
@@ -158,7 +187,9 @@ def test_joined_sets_are_those_of_their_parts_in_order(form):
     assert listed(whole) == [row for part in lists for row in part] and len(whole) == 6
     assert (whole.spans is None) == (form in ("padded", "masked"))
     steps = [sets[:1] for sets in forms[form]]
-    assert listed(IdSets.stack(steps)) == listed(IdSets.stack(steps, 1)) == [part[0] for part in lists]
+    assert (
+        listed(IdSets.stack(steps)) == listed(IdSets.stack(steps, 1)) == [part[0] for part in lists]
+    )
     assert [len(IdSets.stack(steps, dim)) for dim in (0, 1, -1, -2)] == [3, 1, 1, 3]
     square = IdSets.stack([whole, whole], 1)
     assert listed(square) == [row for part in lists for row in part for _ in range(2)]
@@ -167,9 +198,13 @@ def test_joined_sets_are_those_of_their_parts_in_order(form):
     with pytest.raises(ValueError, match="at least one"):
         IdSets.cat([])
     for dim in (1, -2):
-        with pytest.raises(IndexError, match=rf"dim must be in \[-1, 1\) for sets of tokens \[2\], got {dim}"):
+        with pytest.raises(
+            IndexError, match=rf"dim must be in \[-1, 1\) for sets of tokens \[2\], got {dim}"
+        ):
             IdSets.cat(forms[form], dim)
-    with pytest.raises(IndexError, match=r"dim must be in \[-2, 2\) for sets of tokens \[1\], got 2"):
+    with pytest.raises(
+        IndexError, match=r"dim must be in \[-2, 2\) for sets of tokens \[1\], got 2"
+    ):
         IdSets.stack(steps, 2)
     with pytest.raises(ValueError, match=r"tokens of matching shapes, got \[\[2\], \[3\], \[1\]\]"):
         IdSets.stack(forms[form])
@@ -199,8 +234,11 @@ def test_sets_are_cut_as_tensors_are(form, device):
                 torch.tensor([1]), (None, 0), (slice(None), 3)):  # fmt: skip
         cut = table[key]
         assert listed(cut) == [flat[i] for i in numbers[key].flatten()]
-        if cut.spans is not None and (isinstance(key, list) or getattr(key, "dtype", None) == torch.int64):
-            assert int((cut.spans[..., 1] - cut.spans[..., 0]).sum()) == len(cut.ids)  # none is shared
+        if cut.spans is not None and (
+            isinstance(key, list) or getattr(key, "dtype", None) == torch.int64
+        ):
+            # none is shared
+            assert int((cut.spans[..., 1] - cut.spans[..., 0]).sum()) == len(cut.ids)
         if numbers[key].dim():
             assert len(cut) == len(numbers[key])
     with pytest.raises(TypeError, match="no length"):
@@ -220,9 +258,13 @@ def test_statistics_of_cut_and_joined_sets(options, device):
     order = torch.tensor([3, 0, 0, 8, 7, 1])
     whole = IdSets.cat([ragged(sets[:4]), ragged(sets[4:])]).to(device)
     local = x[order].to(device).requires_grad_()
-    stats = vocab_statistics(local, labels[order].to(device), want=NAMES, sets=whole[order.to(device)], options=options)
+    stats = vocab_statistics(
+        local, labels[order].to(device), want=NAMES, sets=whole[order.to(device)], options=options
+    )
     for name, value in truth(x.double(), labels, sets).items():
-        torch.testing.assert_close(getattr(stats, name).detach().cpu().double(), value[order], rtol=3e-6, atol=3e-6)
+        torch.testing.assert_close(
+            getattr(stats, name).detach().cpu().double(), value[order], rtol=3e-6, atol=3e-6
+        )
     weights = {"set_log_prob": torch.arange(1.0, 7.0)}
     (grad,) = torch.autograd.grad(stats.set_log_prob, local, weights["set_log_prob"].to(device))
     z = x[order].double()
@@ -249,7 +291,10 @@ def test_sets_of_sampled_tokens_are_spread_over_all(form, device):
     lists = [[4, 1], [7], [2, 9, 8], [0]]
     sets = FORMS[form](lists).to(device)
     spread = sets.scatter(where)
-    assert listed(spread) == [[], [4, 1], [7], [], [2, 9, 8], [], [], [0]] and listed(spread[where]) == lists
+    assert (
+        listed(spread) == [[], [4, 1], [7], [], [2, 9, 8], [], [], [0]]
+        and listed(spread[where]) == lists
+    )
     table = IdSets.stack([sets[:2], sets[2:]])
     assert listed(table.scatter(where)) == listed(spread)
     with pytest.raises(TypeError, match=r"where must be .*tensor"):
@@ -259,6 +304,9 @@ def test_sets_of_sampled_tokens_are_spread_over_all(form, device):
     with pytest.raises(ValueError, match="as many tokens as there are sets, 4, got 8"):
         sets.scatter(torch.ones(8, dtype=torch.bool, device=device))
     labels = torch.tensor([[-100, 1, 9, 7], [8, 0, -1, 0]], device=device)
-    assert spread.contains(labels).tolist() == [[False, True, False, False], [True, False, False, True]]
+    assert spread.contains(labels).tolist() == [
+        [False, True, False, False],
+        [True, False, False, True],
+    ]
     none = IdSets.cat([padded([[-1, 3]]), ragged([[-1]])]).to(device)
     assert not none.contains(torch.tensor([-1, -1], device=device)).any()

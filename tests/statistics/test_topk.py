@@ -65,8 +65,14 @@ def test_the_nucleus_keeps_what_it_needs_in_compact_types():
     keep = before < 0.6
     out = topk_log_probs(x, K, top_p=0.6, dtype=torch.float16, ids_dtype=torch.int32)
     assert out.ids.dtype == torch.int32 and out.log_probs.dtype == torch.float16
-    assert torch.equal(out.ids.long(), torch.where(keep, ids, -1)) and (~keep).any() and keep[:, 0].all()
-    torch.testing.assert_close(out.log_probs.double(), torch.where(keep, log_probs, -torch.inf), rtol=1e-3, atol=1e-3)
+    assert (
+        torch.equal(out.ids.long(), torch.where(keep, ids, -1))
+        and (~keep).any()
+        and keep[:, 0].all()
+    )
+    torch.testing.assert_close(
+        out.log_probs.double(), torch.where(keep, log_probs, -torch.inf), rtol=1e-3, atol=1e-3
+    )
 
 
 def test_transformations_layouts_and_blocks(monkeypatch, device):
@@ -76,8 +82,12 @@ def test_transformations_layouts_and_blocks(monkeypatch, device):
     x, bias = rows(), torch.linspace(-3, 3, V)
     x = x.view(2, 3, V)
     temperature = torch.tensor([[0.5, 1.0, 2.0], [1.0, 3.0, 0.7]])
-    transform = Transform(bias=bias.to(device), scale=0.8, softcap=5.0, temperature=temperature.to(device))
-    out = topk_log_probs(x.transpose(0, 1).contiguous().transpose(0, 1).to(device), 5, transform=transform)
+    transform = Transform(
+        bias=bias.to(device), scale=0.8, softcap=5.0, temperature=temperature.to(device)
+    )
+    out = topk_log_probs(
+        x.transpose(0, 1).contiguous().transpose(0, 1).to(device), 5, transform=transform
+    )
     z = 5 * torch.tanh((x.double() + bias.double()) * 0.8 / 5) / temperature.double()[..., None]
     values, ids = z.log_softmax(-1).topk(5)
     torch.testing.assert_close(out.log_probs.double().cpu(), values, rtol=1e-5, atol=1e-5)
@@ -88,7 +98,10 @@ def test_transformations_layouts_and_blocks(monkeypatch, device):
 
 def hidden_run(group, device):
     generator = torch.Generator().manual_seed(8)
-    hidden, weight = torch.randn(2, 5, 16, generator=generator), torch.randn(V, 16, generator=generator)
+    hidden, weight = (
+        torch.randn(2, 5, 16, generator=generator),
+        torch.randn(V, 16, generator=generator),
+    )
     shard = VocabShard.from_group(group, V, 256)
     part = F.pad(weight, (0, 0, 0, 256 - V))[shard.start : shard.stop].to(device)
     temperature = torch.linspace(0.5, 2, 10).view(2, 5)

@@ -17,30 +17,39 @@ from .teachers import TopKTeacher
 def _expect_sets(name: str, parts):
     """Raise TypeError or ValueError unless these are sets to join."""
     if not isinstance(parts, (tuple, list)) or any(not isinstance(part, IdSets) for part in parts):
-        kinds = [type(part).__name__ for part in parts] if isinstance(parts, (tuple, list)) else type(parts).__name__
+        kinds = (
+            [type(part).__name__ for part in parts]
+            if isinstance(parts, (tuple, list))
+            else type(parts).__name__
+        )
         raise TypeError(f"{name} must be a list of IdSets, got {kinds}")
     if not parts:
         raise ValueError(f"{name} must be at least one IdSets, got none")
 
 
-Parts: TypeAlias = Annotated[Sequence[Any], CheckedBy("a list of `IdSets`, at least one", _expect_sets)]
+Parts: TypeAlias = Annotated[
+    Sequence[Any], CheckedBy("a list of `IdSets`, at least one", _expect_sets)
+]
 
 
 @checked
 @dataclass(frozen=True, eq=False)
 class IdSets:
-    """A set of ids per token, such as those that a sampler kept, over which the student is renormalised.
+    """A set of ids per token, such as those that a sampler kept, over which the student is
+    renormalised.
 
-    A negative id is none, and an id that is there several times counts once. Sets of different sizes take less memory
-    by `from_csr`. A set that is empty, that holds an id at or beyond the vocabulary or lacks its token's label makes
-    the statistics over sets of that token NaN (``Options.check`` raises instead).
+    A negative id is none, and an id that is there several times counts once. Sets of different
+    sizes take less memory by `from_csr`. A set that is empty, that holds an id at or beyond the
+    vocabulary or lacks its token's label makes the statistics over sets of that token NaN
+    (``Options.check`` raises instead).
 
     Args:
         ids: global, replicated, in any order; ascending ones are a little quicker.
         mask: False for entries that are none; None: all count.
 
     Attributes:
-        spans: None, or [.., 2] int64 bounds of each token's set in flat ids [all]; `from_csr` makes them.
+        spans: None, or [.., 2] int64 bounds of each token's set in flat ids [all]; `from_csr` makes
+            them.
 
     Examples:
         >>> kept = IdSets(torch.tensor([[0, 2, -1]]))  # a sampler kept the ids 0 and 2
@@ -55,7 +64,9 @@ class IdSets:
     ids: Annotated[torch.Tensor, TensorLine("int64 or int32", ("..", "K"))]
     mask: Annotated[torch.Tensor, TensorLine("bool", ("..", "K"))] | None = None
     # disjoint, within the ids
-    spans: Annotated[torch.Tensor, TensorLine("int64 or int32", ("..", 2))] | None = field(default=None, init=False)
+    spans: Annotated[torch.Tensor, TensorLine("int64 or int32", ("..", 2))] | None = field(
+        default=None, init=False
+    )
 
     @classmethod
     @checked
@@ -64,11 +75,13 @@ class IdSets:
         ids: Annotated[torch.Tensor, TensorLine("int64 or int32", ("all",))],
         offsets: Annotated[torch.Tensor, TensorLine("int64 or int32", ("N + 1",))],
     ) -> IdSets:
-        """Return sets of any sizes, as vLLM exports them: token i has ids[offsets[i] : offsets[i + 1]].
+        """Return sets of any sizes, as vLLM exports them: token i has ids[offsets[i] : offsets[i +
+        1]].
 
         Args:
             ids: the sets one after the other, in the order of flattened labels.
-            offsets: ascending in [0, all]; where they are not, the set is empty. Ids outside of them are in no set.
+            offsets: ascending in [0, all]; where they are not, the set is empty. Ids outside of
+                them are in no set.
 
         """
         if not len(offsets):
@@ -76,13 +89,19 @@ class IdSets:
         offsets = offsets.long()
         begin, end = offsets[:-1], offsets[1:]
         # sets that overlap could not be worked on at the same time
-        sound = (begin >= offsets.cummax(0).values[:-1]) & (begin >= 0) & (end >= begin) & (end <= len(ids))
+        sound = (
+            (begin >= offsets.cummax(0).values[:-1])
+            & (begin >= 0)
+            & (end >= begin)
+            & (end <= len(ids))
+        )
         return ragged(ids, torch.where(sound[:, None], torch.stack([begin, end], 1), 0))
 
     @classmethod
     @checked
     def cat(cls, parts: Parts, dim: int = 0) -> IdSets:
-        """Join sets along a dimension of their tokens, as torch.cat does. Those `from_csr` have one dimension.
+        """Join sets along a dimension of their tokens, as torch.cat does. Those `from_csr` have one
+        dimension.
 
         Examples:
             >>> ragged = IdSets.from_csr(torch.tensor([5, 2, 4]), torch.tensor([0, 1, 3]))
@@ -100,7 +119,10 @@ class IdSets:
         """Join sets of equally many tokens along a new dimension, as torch.stack does.
 
         Examples:
-            >>> steps = [IdSets(torch.tensor([[5], [6]])), IdSets(torch.tensor([[2, 4], [3, 8]]))]  # two sequences
+            >>> steps = [
+            ...     IdSets(torch.tensor([[5], [6]])),
+            ...     IdSets(torch.tensor([[2, 4], [3, 8]])),
+            ... ]  # two sequences
             >>> IdSets.stack(steps, dim=1).ids  # [sequence, step, K]
             tensor([[[ 5, -1],
                      [ 2,  4]],
@@ -114,15 +136,22 @@ class IdSets:
     def _join(cls, function, parts: Sequence[IdSets], dim: int, new_dims: int) -> IdSets:
         leads = [list(part._token_tensor.shape[:-1]) for part in parts]
         dims = len(leads[0]) + new_dims
-        if any(len(lead) != len(leads[0]) for lead in leads) or (new_dims and any(lead != leads[0] for lead in leads)):
+        if any(len(lead) != len(leads[0]) for lead in leads) or (
+            new_dims and any(lead != leads[0] for lead in leads)
+        ):
             raise ValueError(f"sets to join must be of tokens of matching shapes, got {leads}")
         if not -dims <= dim < dims:
-            raise IndexError(f"dim must be in [{-dims}, {dims}) for sets of tokens {leads[0]}, got {dim}")
+            raise IndexError(
+                f"dim must be in [{-dims}, {dims}) for sets of tokens {leads[0]}, got {dim}"
+            )
         dim %= dims
         if all(part.spans is None for part in parts):
             most = max(part.ids.shape[-1] for part in parts)
             missing = [(0, most - part.ids.shape[-1]) for part in parts]
-            padded = [torch.nn.functional.pad(masked_ids(part), n, value=-1) for part, n in zip(parts, missing)]
+            padded = [
+                torch.nn.functional.pad(masked_ids(part), n, value=-1)
+                for part, n in zip(parts, missing)
+            ]
             return cls(function(padded, dim))
         ids, spans, first = [], [], 0
         for part in parts:
@@ -139,10 +168,12 @@ class IdSets:
         return self._token_tensor.shape[0]
 
     def __getitem__(self, index) -> IdSets:
-        """Return the sets of some tokens, by an index, slice, mask or tensor of indices as those of a tensor.
+        """Return the sets of some tokens, by an index, slice, mask or tensor of indices as those of
+        a tensor.
 
-        Of sets `from_csr`, which keep all of their ids, only the bounds are cut. Indices, of which one may be there
-        several times, copy the ids of the tokens, for which the host waits for a GPU.
+        Of sets `from_csr`, which keep all of their ids, only the bounds are cut. Indices, of which
+        one may be there several times, copy the ids of the tokens, for which the host waits for a
+        GPU.
 
         Examples:
             >>> sets = IdSets.from_csr(torch.tensor([5, 2, 4, 7]), torch.tensor([0, 1, 3, 4]))
@@ -160,13 +191,19 @@ class IdSets:
         """Return the sets on another device."""
         if isinstance(device, torch.dtype):
             raise TypeError(f"sets move to a device, got the dtype {device}")
-        fields = {name: x for name in ("ids", "mask", "spans") if (x := getattr(self, name)) is not None}
-        return replaced(self, **{name: x.to(device, non_blocking=non_blocking) for name, x in fields.items()})
+        fields = {
+            name: x for name in ("ids", "mask", "spans") if (x := getattr(self, name)) is not None
+        }
+        return replaced(
+            self, **{name: x.to(device, non_blocking=non_blocking) for name, x in fields.items()}
+        )
 
     def scatter(self, where: torch.Tensor) -> IdSets:
-        """Return sets of the tokens of a mask: those of this object in order where it is True, empty ones elsewhere.
+        """Return sets of the tokens of a mask: those of this object in order where it is True,
+        empty ones elsewhere.
 
-        The inverse of ``sets[where]``: the sets of completions become those of labels with prompts and padding.
+        The inverse of ``sets[where]``: the sets of completions become those of labels with prompts
+        and padding.
 
         Args:
             where: [..] bool with as many True as there are sets. Waits for a GPU.
@@ -185,7 +222,10 @@ class IdSets:
         TensorLine("bool").check("where", where, {})
         lead = self._token_tensor.shape[:-1]
         if (count := int(where.sum())) != math.prod(lead):
-            raise ValueError(f"where must be True for as many tokens as there are sets, {math.prod(lead)}, got {count}")
+            raise ValueError(
+                f"where must be True for as many tokens as there are sets, {math.prod(lead)}, got "
+                f"{count}"
+            )
 
         def spread(x, empty):
             out = x.new_full((*where.shape, x.shape[-1]), empty)
@@ -197,23 +237,30 @@ class IdSets:
         return IdSets(spread(masked_ids(self), -1))
 
     def contains(self, labels: torch.Tensor) -> torch.Tensor:
-        """Return whether each token's set holds its label [..], as bool [..]. A negative label is in none.
+        """Return whether each token's set holds its label [..], as bool [..]. A negative label is
+        in none.
 
         Examples:
             >>> IdSets(torch.tensor([[5, 6], [7, -1]])).contains(torch.tensor([6, 6]))
             tensor([ True, False])
         """
-        TensorLine("int64 or int32").check("labels", labels, {"..": (self._token_tensor.shape[:-1], "the sets")})
+        TensorLine("int64 or int32").check(
+            "labels", labels, {"..": (self._token_tensor.shape[:-1], "the sets")}
+        )
         if self.spans is None:
             return ((masked_ids(self) == labels[..., None]) & (labels[..., None] >= 0)).any(-1)
         ids, spans = flat_ids(self, lambda x: x.reshape(-1, 2))
         row, place = rows_and_places(spans)
-        found, flat = torch.zeros(len(spans), dtype=torch.bool, device=ids.device), labels.reshape(-1)
+        found, flat = (
+            torch.zeros(len(spans), dtype=torch.bool, device=ids.device),
+            labels.reshape(-1),
+        )
         found[row[(ids[place] == flat[row]) & (flat[row] >= 0)]] = True
         return found.view(labels.shape)
 
     def tolist(self) -> list[list[int]]:
-        """Return the ids of each token, tokens flat, as they were given but for those that are none. Waits for a GPU.
+        """Return the ids of each token, tokens flat, as they were given but for those that are
+        none. Waits for a GPU.
 
         Examples:
             >>> IdSets(torch.tensor([[5, 6], [7, -1]])).tolist()
@@ -234,12 +281,15 @@ class IdSets:
         return IdSets(function(self.ids), None if self.mask is None else function(self.mask))
 
     def expect_tokens(self, lead: Sequence[int]):
-        """Raise ValueError unless these are sets of tokens of this shape, or of as many flat ones."""
+        """Raise ValueError unless these are sets of tokens of this shape, or of as many flat
+        ones."""
         own = self._token_tensor.shape[:-1]
         if own not in (torch.Size(lead), (math.prod(lead),)):
             raise ValueError(f"sets must be of tokens {list(lead)}, or these flat, got {list(own)}")
 
-    def map_tokens(self, lead: Sequence[int], function: Callable[[torch.Tensor], torch.Tensor]) -> IdSets:
+    def map_tokens(
+        self, lead: Sequence[int], function: Callable[[torch.Tensor], torch.Tensor]
+    ) -> IdSets:
         """The sets with function(x) in place of each tensor [*lead, *] of tokens."""
         self.expect_tokens(lead)
         sets = self if self.spans is None else ragged(self.ids, self.spans.reshape(*lead, 2))
@@ -247,7 +297,8 @@ class IdSets:
 
 
 def ragged(ids: torch.Tensor, spans: torch.Tensor) -> IdSets:
-    """The sets with these bounds [.., 2] in flat ids [all]. No two may share a place: kernels work on all at once."""
+    """The sets with these bounds [.., 2] in flat ids [all]. No two may share a place: kernels work
+    on all at once."""
     sets = IdSets(ids)
     object.__setattr__(sets, "spans", spans)
     return sets
@@ -273,7 +324,8 @@ def masked_ids(given: IdSets | TopKTeacher) -> torch.Tensor:
 
 
 def flat_ids(sets: IdSets, flatten) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ids of all sets [all], and bounds [.., 2] of each token's; flatten: [.., *] -> [.., *], such as [N, *]."""
+    """The ids of all sets [all], and bounds [.., 2] of each token's; flatten: [.., *] -> [.., *],
+    such as [N, *]."""
     if sets.spans is not None:
         return sets.ids.contiguous(), flatten(sets.spans).contiguous()
     ids = flatten(masked_ids(sets))

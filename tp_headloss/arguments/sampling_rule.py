@@ -16,16 +16,21 @@ MOST_IDS = 1 << 24  # so that a logit and an id fit an int64, and the masses of 
 @checked
 @dataclass(frozen=True)
 class SamplingRule:
-    """Which ids of a token a sampler keeps, in vLLM's order: min-p, then top-k of these, then top-p of those.
+    """Which ids of a token a sampler keeps, in vLLM's order: min-p, then top-k of these, then top-p
+    of those.
 
-    Each is a number, or a tensor [..] of one per token, or None for no such rule. Without any, all ids above -inf stay.
+    Each is a number, or a tensor [..] of one per token, or None for no such rule. Without any, all
+    ids above -inf stay.
 
     Args:
         min_p: keep ids of probability at least min_p times the largest one, in [0, 1].
-        top_k: keep the k likeliest of what remains, at least 1; of equal logits the lowest ids, so k of them exactly.
-        top_p: keep the likeliest of what remains, renormalised, until they hold top_p, in (0, 1]; the first always.
+        top_k: keep the k likeliest of what remains, at least 1; of equal logits the lowest ids, so
+            k of them exactly.
+        top_p: keep the likeliest of what remains, renormalised, until they hold top_p, in (0, 1];
+            the first always.
 
-    Values in tensors are not looked at: a top_k below 1, a top_p not above 0, or a min_p not in [0, 1] keeps nothing.
+    Values in tensors are not looked at: a top_k below 1, a top_p not above 0, or a min_p not in [0,
+    1] keeps nothing.
 
     Examples:
         >>> SamplingRule(top_k=50, top_p=0.9)
@@ -44,7 +49,9 @@ class SamplingRule:
     def expect_tokens(self, sizes: Sizes, vocab_size: int):
         """Raise TypeError or ValueError unless the tensors have a value for each token."""
         if vocab_size > MOST_IDS:
-            raise ValueError(f"a SamplingRule needs a vocabulary of at most 2^24 ids, got {vocab_size}")
+            raise ValueError(
+                f"a SamplingRule needs a vocabulary of at most 2^24 ids, got {vocab_size}"
+            )
         for name in ("top_k", "top_p", "min_p"):
             if isinstance(value := getattr(self, name), torch.Tensor):
                 TensorLine("real numbers").check(name, value, sizes)
@@ -52,4 +59,6 @@ class SamplingRule:
     def map_tokens(self, function: Callable[[torch.Tensor], torch.Tensor]) -> SamplingRule:
         """The rule with function(x) in place of each tensor [..] of values per token."""
         given = {name: getattr(self, name) for name in ("top_k", "top_p", "min_p")}
-        return replace(self, **{k: function(x) for k, x in given.items() if isinstance(x, torch.Tensor)})
+        return replace(
+            self, **{k: function(x) for k, x in given.items() if isinstance(x, torch.Tensor)}
+        )

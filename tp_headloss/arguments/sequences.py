@@ -1,7 +1,9 @@
-"""`Sequences`: sums and means over the tokens of each sequence, their values per token, and weights of reductions.
+"""`Sequences`: sums and means over the tokens of each sequence, their values per token, and weights
+of reductions.
 
-All results are deterministic (one fixed order, float64 accumulators), need no host synchronisation and can be captured
-in a CUDA graph. Words: B sequences, [..] the tokens' shape, N_i the number of counted tokens of sequence i.
+All results are deterministic (one fixed order, float64 accumulators), need no host synchronisation
+and can be captured in a CUDA graph. Words: B sequences, [..] the tokens' shape, N_i the number of
+counted tokens of sequence i.
 """
 
 from __future__ import annotations
@@ -20,26 +22,31 @@ SEQUENCE_REDUCTIONS = ("seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-to
 
 
 class Sequences:
-    """The sequences of a batch of tokens, padded `[B, S]` (`from_mask`) or packed (`from_cu_seqlens`, `from_ids`).
+    """The sequences of a batch of tokens, padded `[B, S]` (`from_mask`) or packed
+    (`from_cu_seqlens`, `from_ids`).
 
-    Only tokens in ``mask`` are counted, so the mask should be ``labels != ignore_index`` or a part of it: an ignored
-    token in the mask counts in N_i, and its loss is 0. A sequence without counted tokens does not count as a sequence.
+    Only tokens in ``mask`` are counted, so the mask should be ``labels != ignore_index`` or a part
+    of it: an ignored token in the mask counts in N_i, and its loss is 0. A sequence without counted
+    tokens does not count as a sequence.
 
-    With a ``group`` each of its ranks holds a part of every sequence (context parallelism): sequence i is the same on
-    all ranks, though its tokens differ. Every sum over sequences then takes one more small collective, and so does the
-    construction, unless ``lengths`` is given. Not the group that shares the vocabulary: its ranks hold the same tokens.
+    With a ``group`` each of its ranks holds a part of every sequence (context parallelism):
+    sequence i is the same on all ranks, though its tokens differ. Every sum over sequences then
+    takes one more small collective, and so does the construction, unless ``lengths`` is given. Not
+    the group that shares the vocabulary: its ranks hold the same tokens.
 
-    Invalid bounds (out of order, outside of the tokens, or lengths that add up to the tokens) and invalid lengths
-    (negative, or not finite) are a ValueError on CPUs. On GPUs nothing waits for their values: nothing outside of the
-    tokens is read, and every result is NaN. `check` (or ``Options(check=True)``) waits for the device, and raises
-    there, too. It also raises for tokens in the mask that belong to no sequence (without a group, cu_seqlens that leave
-    some out do so on CPUs at once) and, without a group, for lengths below a sequence's counted tokens, and
+    Invalid bounds (out of order, outside of the tokens, or lengths that add up to the tokens) and
+    invalid lengths (negative, or not finite) are a ValueError on CPUs. On GPUs nothing waits for
+    their values: nothing outside of the tokens is read, and every result is NaN. `check` (or
+    ``Options(check=True)``) waits for the device, and raises there, too. It also raises for tokens
+    in the mask that belong to no sequence (without a group, cu_seqlens that leave some out do so on
+    CPUs at once) and, without a group, for lengths below a sequence's counted tokens, and
     ``Options(check=True)`` for tokens whose label is ignored.
 
     Attributes:
         lengths: [B] fp32, N_i over the whole group.
         count: scalar fp32, the number of sequences that have counted tokens.
-        token_share: [..] fp32, 1 / N_i for a token of sequence i, 0 outside of the mask; summed over the group: count.
+        token_share: [..] fp32, 1 / N_i for a token of sequence i, 0 outside of the mask; summed
+            over the group: count.
 
     Examples:
         >>> sequences = Sequences.from_mask(torch.tensor([[True, True, False], [True, False, False]]))
@@ -80,7 +87,9 @@ class Sequences:
         self.mask, self.horizon, self.group = mask, horizon, group
         self._order, self._offsets, self._bounds = order, offsets, bounds
         # [] bool; None: nothing can be invalid
-        self._invalid = None if bounds is None else _invalid_bounds(bounds, self._offsets, mask.numel())
+        self._invalid = (
+            None if bounds is None else _invalid_bounds(bounds, self._offsets, mask.numel())
+        )
         if ids is None:
             self._ids, self.counted = None, mask
         else:
@@ -88,7 +97,9 @@ class Sequences:
             self._ids, self.counted = torch.where(known, ids, 0), mask & known
         if lengths is not None:
             if len(lengths) != len(self):
-                raise ValueError(f"lengths must be [{len(self)}], one per sequence, got {list(lengths.shape)}")
+                raise ValueError(
+                    f"lengths must be [{len(self)}], one per sequence, got {list(lengths.shape)}"
+                )
             lengths = lengths.detach().float()
             invalid = ~((lengths >= 0) & (lengths < float("inf"))).all()
             self._invalid = invalid if self._invalid is None else self._invalid | invalid
@@ -121,31 +132,41 @@ class Sequences:
 
     def __getstate__(self):
         if self.group is not None:
-            raise TypeError("Sequences hold a process group, which cannot be pickled: make them anew in each process")
+            raise TypeError(
+                "Sequences hold a process group, which cannot be pickled: make them anew in each "
+                "process"
+            )
         return self.__dict__
 
     @classmethod
     @checked
-    def from_mask(cls, mask: Annotated[torch.Tensor, TensorLine("bool", ("B", "S"))], **options) -> Sequences:
+    def from_mask(
+        cls, mask: Annotated[torch.Tensor, TensorLine("bool", ("B", "S"))], **options
+    ) -> Sequences:
         """Return the sequences of padded tokens: each row of the mask is one.
 
         Args:
             mask: for example ``labels != -100``.
-            options: for all three constructors: ``lengths`` [B], N_i over the whole group, if it is known; ``horizon``,
-                the constant length of the reduction "seq-mean-token-sum-norm"; ``group``, the context-parallel group.
+            options: for all three constructors: ``lengths`` [B], N_i over the whole group, if it is
+                known; ``horizon``, the constant length of the reduction "seq-mean-token-sum-norm";
+                ``group``, the context-parallel group.
         """
         return cls(mask, None, None, None, **options)
 
     @classmethod
     @checked
-    def from_cu_seqlens(cls, cu_seqlens: Starts, mask: TokenMask | None = None, **options) -> Sequences:
-        """Return the sequences of packed tokens: sequence i is tokens [cu_seqlens[i], cu_seqlens[i + 1]).
+    def from_cu_seqlens(
+        cls, cu_seqlens: Starts, mask: TokenMask | None = None, **options
+    ) -> Sequences:
+        """Return the sequences of packed tokens: sequence i is tokens [cu_seqlens[i], cu_seqlens[i
+        + 1]).
 
         Args:
             cu_seqlens: ascending in [0, tokens], as variable-length attention takes it. Tokens
-                before its first and beyond its last entry belong to no sequence, and must not be in the mask.
-            mask: cu_seqlens counts its flattened tokens. None: all tokens [T] up to the last bound, for which a GPU is
-                waited for.
+                before its first and beyond its last entry belong to no sequence, and must not be in
+                the mask.
+            mask: cu_seqlens counts its flattened tokens. None: all tokens [T] up to the last bound,
+                for which a GPU is waited for.
             options: as in `from_mask`.
 
         Examples:
@@ -156,9 +177,12 @@ class Sequences:
         if not len(cu_seqlens):
             raise ValueError("cu_seqlens must be [B + 1], got none")
         if mask is None:
-            mask = torch.ones(max(int(cu_seqlens[-1]), 0), dtype=torch.bool, device=cu_seqlens.device)
+            mask = torch.ones(
+                max(int(cu_seqlens[-1]), 0), dtype=torch.bool, device=cu_seqlens.device
+            )
         bounds, tokens = cu_seqlens.long(), mask.numel()
-        offsets = bounds.clamp(0, tokens).cummax(0).values  # so that nothing outside of the tokens is read
+        # so that nothing outside of the tokens is read
+        offsets = bounds.clamp(0, tokens).cummax(0).values
         ids = torch.searchsorted(offsets, torch.arange(tokens, device=mask.device), right=True) - 1
         return cls(mask, ids.view(mask.shape), None, offsets, bounds=bounds, **options)
 
@@ -176,7 +200,8 @@ class Sequences:
         return cls(mask, ids.long(), order, offsets, **options)
 
     def check(self):
-        """Raise ValueError for invalid bounds or lengths, and for counted tokens that no sequence has.
+        """Raise ValueError for invalid bounds or lengths, and for counted tokens that no sequence
+        has.
 
         Waits for a GPU. ``Options(check=True)`` calls it.
         """
@@ -187,63 +212,92 @@ class Sequences:
         if self.group is None and len(few):
             i = int(few[0])
             raise ValueError(
-                f"the length of sequence {i} must be at least its {int(counted[i])} counted tokens, got "
-                f"{float(self.lengths[i]):g}"
+                f"the length of sequence {i} must be at least its {int(counted[i])} counted "
+                f"tokens, got {float(self.lengths[i]):g}"
             )
 
     def _expect_valid(self):
         if self._invalid is None or not bool(self._invalid):
             return
-        if self._bounds is not None and bool(_invalid_bounds(self._bounds, self._offsets, self.mask.numel())):
+        if self._bounds is not None and bool(
+            _invalid_bounds(self._bounds, self._offsets, self.mask.numel())
+        ):
             first, tokens = self._bounds[:16].tolist(), self.mask.numel()
             lengths = int(self._bounds.sum()) == tokens
-            said = ": lengths? Pass torch.nn.functional.pad(lengths.cumsum(0), (1, 0))" if lengths else ""
-            raise ValueError(f"cu_seqlens must be ascending in [0, {tokens}], the mask's tokens, got {first}{said}")
-        raise ValueError("lengths must be finite and at least 0, and bounds right on every rank, got others")
+            said = (
+                ": lengths? Pass torch.nn.functional.pad(lengths.cumsum(0), (1, 0))"
+                if lengths
+                else ""
+            )
+            raise ValueError(
+                f"cu_seqlens must be ascending in [0, {tokens}], the mask's tokens, got "
+                f"{first}{said}"
+            )
+        raise ValueError(
+            "lengths must be finite and at least 0, and bounds right on every rank, got others"
+        )
 
     def _expect_owned(self):
         if lost := int((self.mask & ~self.counted).sum()):
             bounds, tokens = self._bounds, self.mask.numel()
-            said = "" if bounds is None else f": cu_seqlens are {bounds[0]} to {bounds[-1]}, tokens 0 to {tokens}"
-            raise ValueError(f"every token in the mask must belong to a sequence, got {lost} that belong to none{said}")
+            said = (
+                ""
+                if bounds is None
+                else f": cu_seqlens are {bounds[0]} to {bounds[-1]}, tokens 0 to {tokens}"
+            )
+            raise ValueError(
+                f"every token in the mask must belong to a sequence, got {lost} that belong to "
+                f"none{said}"
+            )
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum [B] fp32 of each sequence's values [..] over the whole group, differentiable.
+        """Return the sum [B] fp32 of each sequence's values [..] over the whole group,
+        differentiable.
 
-        Replicated over the group; every rank must compute the same from it: a token's gradient is its sequence's.
+        Replicated over the group; every rank must compute the same from it: a token's gradient is
+        its sequence's.
         """
         VALUES.check("values", values, sizes_of("the mask", self.mask, self.mask.shape))
         return _SumTokens.apply(values, self)
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the mean [B] fp32 of each sequence's values [..]: `sum` / N_i, 0 for a sequence without tokens."""
+        """Return the mean [B] fp32 of each sequence's values [..]: `sum` / N_i, 0 for a sequence
+        without tokens."""
         return self.sum(values) / self.lengths.clamp(min=1)
 
     def spread(self, per_sequence: torch.Tensor) -> torch.Tensor:
-        """Return for each token [..] its sequence's value of per_sequence [B], 0 outside of the mask.
+        """Return for each token [..] its sequence's value of per_sequence [B], 0 outside of the
+        mask.
 
-        Differentiable: a sequence's gradient is the sum of its tokens'. Backward: a collective with a group, else none.
+        Differentiable: a sequence's gradient is the sum of its tokens'. Backward: a collective with
+        a group, else none.
         """
         sizes = sizes_of("the sequences", self.mask, self.mask.shape, B=len(self))
         TensorLine(VALUES.kind, ("B",)).check("per_sequence", per_sequence, sizes)
         return _SpreadToTokens.apply(per_sequence, self)
 
     @checked
-    def aggregate(self, reduction: Annotated[str, OneOf(SEQUENCE_REDUCTIONS)]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return weights per token [..] and a scalar denominator, with which a weighted token sum is the reduction.
+    def aggregate(
+        self, reduction: Annotated[str, OneOf(SEQUENCE_REDUCTIONS)]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return weights per token [..] and a scalar denominator, with which a weighted token sum
+        is the reduction.
 
         The denominator G is `count`; for the global batch, use your own number of sequences.
 
         Args:
-            reduction: "seq-mean-token-sum": 1/G sum_i sum_t. "seq-mean-token-mean": 1/G sum_i 1/N_i sum_t.
-                "seq-mean-token-sum-norm": 1/G sum_i 1/horizon sum_t (Dr. GRPO, arXiv:2503.20783).
+            reduction: "seq-mean-token-sum": 1/G sum_i sum_t. "seq-mean-token-mean": 1/G sum_i 1/N_i
+                sum_t. "seq-mean-token-sum-norm": 1/G sum_i 1/horizon sum_t (Dr. GRPO,
+                arXiv:2503.20783).
         """
         if reduction == "seq-mean-token-mean":
             return self.token_share.clone(), self.count
         if reduction == "seq-mean-token-sum":
             return self.counted.float(), self.count
         if self.horizon is None:
-            raise ValueError("reduction 'seq-mean-token-sum-norm' needs Sequences(..., horizon=L), got None")
+            raise ValueError(
+                "reduction 'seq-mean-token-sum-norm' needs Sequences(..., horizon=L), got None"
+            )
         return self.counted / self.horizon, self.count
 
     def _poisoned(self, values):
@@ -265,23 +319,29 @@ class Sequences:
         if self._ids is None:
             tokens = per_sequence.unsqueeze(-1)
         else:  # an empty per_sequence cannot be indexed
-            tokens = per_sequence[self._ids] if len(self) else per_sequence.new_zeros(self.mask.shape)
+            tokens = (
+                per_sequence[self._ids] if len(self) else per_sequence.new_zeros(self.mask.shape)
+            )
         return self._poisoned(torch.where(self.counted, tokens, 0.0))
 
 
 def _invalid_bounds(bounds: torch.Tensor, offsets: torch.Tensor, tokens: int) -> torch.Tensor:
-    """[] bool: bounds are no offsets, or look like lengths, which begin above 0 and add up to the tokens."""
+    """[] bool: bounds are no offsets, or look like lengths, which begin above 0 and add up to the
+    tokens."""
     return (bounds != offsets).any() | ((bounds[0] > 0) & (bounds.sum() == tokens))
 
 
 class _SumTokens(torch.autograd.Function):
-    """Sum [B] over the tokens of each sequence and over the group; the backward spreads the gradient to the tokens."""
+    """Sum [B] over the tokens of each sequence and over the group; the backward spreads the
+    gradient to the tokens."""
 
     @staticmethod
     def forward(ctx, values, sequences):
         ctx.sequences, ctx.dtype = sequences, values.dtype
         # NaN on all ranks if bounds are invalid on one
-        return sum_over_ranks(sequences._poisoned(sequences._local_sum(values)), sequences.group).float()
+        return sum_over_ranks(
+            sequences._poisoned(sequences._local_sum(values)), sequences.group
+        ).float()
 
     @staticmethod
     def backward(ctx, grad):

@@ -1,4 +1,5 @@
-"""Arguments that callers write: teachers of whole vocabularies, of some ids, and heads that make logits."""
+"""Arguments that callers write: teachers of whole vocabularies, of some ids, and heads that make
+logits."""
 
 from __future__ import annotations
 
@@ -36,17 +37,20 @@ class Teacher(_Tempered):
 
     Args:
         logits: sharded like the student's, fp32, bf16 or fp16 (float64 if the student's are), never
-            differentiated; log-probs are logits, too, and of probabilities their log() is. Columns at or beyond the
-            shard's ``vocab_size`` take no part: a teacher of more ids is compared on the common ones, if that is the
-            vocab_size and its logits are cut alike.
+            differentiated; log-probs are logits, too, and of probabilities their log() is. Columns
+            at or beyond the shard's ``vocab_size`` take no part: a teacher of more ids is compared
+            on the common ones, if that is the vocab_size and its logits are cut alike.
         temperature: of the teacher, or one per token [..].
         student_temperature: divides the student's logits (with bias, scale and softcap, whatever
             ``Transform.temperature`` is); None: the same as the teacher's.
-        beta: the teacher's share of the Jensen-Shannon mixture; at its ends use forward_kl or reverse_kl.
+        beta: the teacher's share of the Jensen-Shannon mixture; at its ends use forward_kl or
+            reverse_kl.
 
     Examples:
         >>> teacher = Teacher(torch.tensor([[0.0, 1.0]]), temperature=2.0)
-        >>> vocab_statistics(torch.tensor([[1.0, 0.0]]), want=("forward_kl",), teacher=teacher).forward_kl
+        >>> vocab_statistics(
+        ...     torch.tensor([[1.0, 0.0]]), want=("forward_kl",), teacher=teacher
+        ... ).forward_kl
         tensor([0.1225])
     """
 
@@ -62,23 +66,29 @@ class Teacher(_Tempered):
 class TopKTeacher(_Tempered):
     """A teacher of which only some ids per token are known, as `topk_log_probs` exports them.
 
-    An entry with a negative id, a log-prob of -inf, or False in ``mask`` does not count; entries of the same id add up;
-    an id at or beyond the vocabulary makes its token's distillation NaN (mask the ids that a student does not have).
+    An entry with a negative id, a log-prob of -inf, or False in ``mask`` does not count; entries of
+    the same id add up; an id at or beyond the vocabulary makes its token's distillation NaN (mask
+    the ids that a student does not have).
 
     Args:
         ids: global, replicated, in any order.
         log_probs: fp32, bf16 or fp16 (float64 if the student's logits are).
         mask: None for all entries.
-        tail_log_prob: log-prob of everything else, for losses that know a tail; None: of 1 - the entries'
-            probability, which is as exact as their log-probs are (give it, if they are of half precision and nearly
-            everything). In `TopKDistillation` a computed tail of at most 1e-6 is 0, and in its reverse KL 1e-6.
-        temperature: of the teacher: log_probs / temperature, renormalised; 1 if they were exported at a temperature.
+        tail_log_prob: log-prob of everything else, for losses that know a tail; None: of 1 - the
+            entries' probability, which is as exact as their log-probs are (give it, if they are of
+            half precision and nearly everything). In `TopKDistillation` a computed tail of at most
+            1e-6 is 0, and in its reverse KL 1e-6.
+        temperature: of the teacher: log_probs / temperature, renormalised; 1 if they were exported
+            at a temperature.
         student_temperature: as in `Teacher`.
-        renormalize: divide the entries' probabilities by their sum, so that no tail is left; a temperature needs it.
+        renormalize: divide the entries' probabilities by their sum, so that no tail is left; a
+            temperature needs it.
 
     Examples:
         >>> teacher = TopKTeacher(torch.tensor([[2, 0]]), torch.tensor([[0.7, 0.2]]).log())
-        >>> vocab_statistics(torch.zeros(1, 9), want=("topk_forward_kl",), teacher=teacher).topk_forward_kl
+        >>> vocab_statistics(
+        ...     torch.zeros(1, 9), want=("topk_forward_kl",), teacher=teacher
+        ... ).topk_forward_kl
         tensor([0.1634])
     """
 
@@ -95,22 +105,28 @@ class TopKTeacher(_Tempered):
 @checked
 @dataclass(frozen=True)
 class TeacherHead(_Tempered):
-    """A `Teacher` for linear heads: its logits hidden @ weight^T + bias are made by blocks and never exist as a whole.
+    """A `Teacher` for linear heads: its logits hidden @ weight^T + bias are made by blocks and
+    never exist as a whole.
 
-    For `HeadLoss.linear`, `linear_vocab_statistics` and `topk_log_probs`, which take it where they take a `Teacher` or
-    logits. Neither the hidden states nor the weight nor the bias get a gradient, whether they require one or not.
+    For `HeadLoss.linear`, `linear_vocab_statistics` and `topk_log_probs`, which take it where they
+    take a `Teacher` or logits. Neither the hidden states nor the weight nor the bias get a
+    gradient, whether they require one or not.
 
-    Logits have the operands' dtype, as torch.nn.functional.linear has it; with a bias or a softcap they are fp32, not
-    rounded in between. A teacher that shares the student's head is ``TeacherHead(hidden, weight)`` with the
-    student's own weight; see `multi_token_targets`. The teacher of a draft model over a
-    subset of the vocabulary (EAGLE-3) has the rows of its ids, see `select_rows`, and is normalised over these ids.
+    Logits have the operands' dtype, as torch.nn.functional.linear has it; with a bias or a softcap
+    they are fp32, not rounded in between. A teacher that shares the student's head is
+    ``TeacherHead(hidden, weight)`` with the student's own weight; see `multi_token_targets`. The
+    teacher of a draft model over a subset of the vocabulary (EAGLE-3) has the rows of its ids, see
+    `select_rows`, and is normalised over these ids.
 
     Args:
-        hidden: of the student's tokens, with a hidden size of its own, laid out over ranks like the student's:
-            replicated, or this rank's [S/P, ..] with ``Linear.hidden_grad="reduce_scatter"``, gathered then.
-        weight: at the student's bounds, of the dtype of ``hidden`` (but for autocast), which need not be the student's.
-            ``select_rows(rows, torch.arange(V), shard=its_shard, to=shard)`` lays out rows of other bounds or padding.
-        transform: bias, scale (positive) and softcap of the teacher's logits; its temperature must be 1.
+        hidden: of the student's tokens, with a hidden size of its own, laid out over ranks like the
+            student's: replicated, or this rank's [S/P, ..] with
+            ``Linear.hidden_grad="reduce_scatter"``, gathered then.
+        weight: at the student's bounds, of the dtype of ``hidden`` (but for autocast), which need
+            not be the student's. ``select_rows(rows, torch.arange(V), shard=its_shard, to=shard)``
+            lays out rows of other bounds or padding.
+        transform: bias, scale (positive) and softcap of the teacher's logits; its temperature must
+            be 1.
         temperature: as in `Teacher`.
 
     Examples:
@@ -133,20 +149,25 @@ class TeacherHead(_Tempered):
         """The transform of the teacher's logits with its bias and its temperature."""
         transform = self.transform or NO_TRANSFORM
         bias = transform.bias if self.bias is None else self.bias
-        return replace(transform, bias=None if bias is None else bias.detach(), temperature=self.temperature)
+        return replace(
+            transform, bias=None if bias is None else bias.detach(), temperature=self.temperature
+        )
 
     def __post_init__(self):
         if (transform := self.transform) is None:
             return
         if isinstance(transform.temperature, torch.Tensor) or transform.temperature != 1:
-            raise ValueError("the temperature of a TeacherHead is its own, got one in its transform")
+            raise ValueError(
+                "the temperature of a TeacherHead is its own, got one in its transform"
+            )
         if self.bias is not None and transform.bias is not None:
             raise ValueError("the bias of a TeacherHead was given twice, and in its transform")
         expect_number("teacher.transform.scale", transform.scale)
 
 
 def with_fields(teacher: Any, **fields: Any) -> Any:
-    """Return a teacher with other fields, unchecked: terms see one without logits or hidden states."""
+    """Return a teacher with other fields, unchecked: terms see one without logits or hidden
+    states."""
     found = copy.copy(teacher)
     for name, value in fields.items():
         object.__setattr__(found, name, value)

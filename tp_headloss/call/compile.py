@@ -15,7 +15,8 @@ R = TypeVar("R")
 
 
 def uncompiled(reason: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate a public call before which torch.compile breaks its graph; with fullgraph=True it raises the reason."""
+    """Decorate a public call before which torch.compile breaks its graph; with fullgraph=True it
+    raises the reason."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         return disabled_for_compile(function, reason)
@@ -37,10 +38,12 @@ EAGER_ONLY = (  # option, its value, and why torch.compile leaves the call alone
 def uncompiled_where_needed(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a public call with keywords `options` and `linear`, or of a module with `.options`.
 
-    Where an option is for eager, torch.compile leaves the call alone; with fullgraph=True it raises the reason.
+    Where an option is for eager, torch.compile leaves the call alone; with fullgraph=True it raises
+    the reason.
     """
     uncompiled: list[Any] = [
-        disabled_for_compile(function, f"{name}={value!r} is for eager: {reason}") for name, value, reason in EAGER_ONLY
+        disabled_for_compile(function, f"{name}={value!r} is for eager: {reason}")
+        for name, value, reason in EAGER_ONLY
     ]
 
     described: Any = function
@@ -50,13 +53,18 @@ def uncompiled_where_needed(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_compiling():
             module: Any = args[0] if len(args) > 0 else None  # a HeadLoss
-            options = module.options if isinstance(module, torch.nn.Module) else kwargs.get("options")
+            options = (
+                module.options if isinstance(module, torch.nn.Module) else kwargs.get("options")
+            )
             found = None
             for i, (name, value, _reason) in enumerate(EAGER_ONLY):
-                given = getattr(kwargs.get("linear") if name in ("main_grad", "mode") else options, name, None)
+                given = getattr(
+                    kwargs.get("linear") if name in ("main_grad", "mode") else options, name, None
+                )
                 if found is None and given is not None and given == value:
                     found = i
-            if found is not None:  # not in the loop, of which torch.compile would leave the whole function alone
+            # not in the loop, of which torch.compile would leave the whole function alone
+            if found is not None:
                 return uncompiled[found](*args, **kwargs)
             return plain(*args, **kwargs)
         if not kwargs.keys() <= names:
@@ -67,7 +75,9 @@ def uncompiled_where_needed(function: Callable[P, R]) -> Callable[P, R]:
             given = inspect.signature(plain).bind_partial(*args, **kwargs).arguments
             if "Inference tensors" in str(error) and (made := list(_inference_tensors("", given))):
                 said = "tensors of torch.inference_mode(): make them under torch.no_grad(), or pass their .clone()"
-                raise ValueError(f"{' and '.join(made)} must be tensors that autograd can save, got {said}") from error
+                raise ValueError(
+                    f"{' and '.join(made)} must be tensors that autograd can save, got {said}"
+                ) from error
             raise
 
     return call
@@ -77,6 +87,8 @@ def _inference_tensors(name: str, value) -> Iterator[str]:
     """Names of the tensors in an argument, or in parts of it, that autograd cannot save."""
     if isinstance(value, torch.Tensor):
         yield from [name] * value.is_inference()
-    parts: Any = value if isinstance(value, dict) else vars(value) if dataclasses.is_dataclass(value) else {}
+    parts: Any = (
+        value if isinstance(value, dict) else vars(value) if dataclasses.is_dataclass(value) else {}
+    )
     for key, part in parts.items():
         yield from _inference_tensors(f"{name}.{key}".lstrip("."), part)

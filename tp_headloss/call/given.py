@@ -1,4 +1,5 @@
-"""`Given`: the arguments of one call for statistics as one value, as the caller gave them, then this rank's part."""
+"""`Given`: the arguments of one call for statistics as one value, as the caller gave them, then
+this rank's part."""
 
 from __future__ import annotations
 
@@ -25,15 +26,19 @@ from ..spec import (
     TokenIds,
     TotalWeight,
     lines_of,
-)  # fmt: skip
+)
 from ..statistics import known_statistics
 from .dtensor import local_head, local_logits, local_part
 
 ALWAYS = ("lse", "log_prob", "target_logit", "valid")  # of every call's statistics
 # Lines of fields in a call, where the class says less
-PER_TOKEN: dict[str, Line] = dict.fromkeys(("temperature", "student_temperature"), TensorLine("real numbers"))
+PER_TOKEN: dict[str, Line] = dict.fromkeys(
+    ("temperature", "student_temperature"), TensorLine("real numbers")
+)
 FLAT_SETS: dict[str, Line] = {"ids": TensorLine("int64 or int32", ("all",))}
-Want: TypeAlias = Annotated[tuple[str, ...], Names(known_statistics, f"; {ALWAYS} are always there")]
+Want: TypeAlias = Annotated[
+    tuple[str, ...], Names(known_statistics, f"; {ALWAYS} are always there")
+]
 
 
 class Given(NamedTuple):
@@ -57,7 +62,8 @@ class Given(NamedTuple):
 
     @classmethod
     def checked(cls, logits, labels, shard, want: Any, transform, options) -> Given:
-        """Return the arguments with defaults in the place of None. Raises TypeError for options of another type."""
+        """Return the arguments with defaults in the place of None. Raises TypeError for options of
+        another type."""
         transform = NO_TRANSFORM if transform is None else transform
         options = DEFAULTS if options is None else options
         LINES["options"].check("options", options, {})
@@ -67,16 +73,23 @@ class Given(NamedTuple):
         return cls(logits, labels, shard, names, transform, options=options)
 
     def check(self, sizes: Sizes, *names: str):
-        """Raise TypeError or ValueError unless these arguments, and tensors that are fields of them, are what their
-        lines say. sizes: of symbols of shapes, and the device, that are known; K is of each argument by itself."""
+        """Raise TypeError or ValueError unless these arguments, and tensors that are fields of
+        them, are what their lines say. sizes: of symbols of shapes, and the device, that are known;
+        K is of each argument by itself."""
         for name in names:
             value = getattr(self, name)
             LINES[name].check(name, value, sizes)
-            within = sizes if value is None else {symbol: size for symbol, size in sizes.items() if symbol != "K"}
+            within = (
+                sizes
+                if value is None
+                else {symbol: size for symbol, size in sizes.items() if symbol != "K"}
+            )
             others = PER_TOKEN if getattr(value, "spans", None) is None else FLAT_SETS
             for field, line in getattr(value, "lines", {}).items():
                 if isinstance(x := getattr(value, field), torch.Tensor):
-                    (others.get(field) or line).check(getattr(value, "called", "") + field, x, within)
+                    (others.get(field) or line).check(
+                        getattr(value, "called", "") + field, x, within
+                    )
 
     @property
     def tokens(self) -> Any:
@@ -86,7 +99,13 @@ class Given(NamedTuple):
     def local(self) -> Given:
         """Return this rank's plain part of the arguments, with the shard that they imply."""
         hidden_grad = "all_reduce" if self.linear is None else self.linear.hidden_grad
-        logits, labels, hidden, weight, bias, shard = *self[:2], self.hidden, self.weight, self.bias, self.shard
+        logits, labels, hidden, weight, bias, shard = (
+            *self[:2],
+            self.hidden,
+            self.weight,
+            self.bias,
+            self.shard,
+        )
         if self.linear is None:
             logits, shard = local_logits(logits, shard)
         else:
@@ -95,14 +114,28 @@ class Given(NamedTuple):
             tokens, is_every_token = getattr(labels, "shape", ()), hidden_grad != "reduce_scatter"
             if is_every_token and hidden.shape[:-1] != tokens == weight.shape[:-1]:
                 said = f"{list(hidden.shape)} (are hidden states and weight swapped?)"
-                raise ValueError(f"hidden states must be [*{list(tokens)}, H] for these labels, got {said}")
+                raise ValueError(
+                    f"hidden states must be [*{list(tokens)}, H] for these labels, got {said}"
+                )
         local = partial(local_part, shard=shard, hidden_grad=hidden_grad, tokens=self.tokens)
         total_weight = local_part(self.total_weight, shard, name="total_weight", sharded=0)
         return Given(
-            logits, local(self.labels), shard, self.want, local(self.transform), local(self.teacher), local(self.sets),
-            local(self.ids), total_weight, self.ignore_index, self.options, hidden, weight, bias,
+            logits,
+            local(self.labels),
+            shard,
+            self.want,
+            local(self.transform),
+            local(self.teacher),
+            local(self.sets),
+            local(self.ids),
+            total_weight,
+            self.ignore_index,
+            self.options,
+            hidden,
+            weight,
+            bias,
             local_part(self.linear, shard),
-        )  # fmt: skip
+        )
 
     def facts(self) -> dict[str, Any]:
         """Arguments that ranks must agree on, by the names that `Agreement` reports."""

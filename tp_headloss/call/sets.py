@@ -1,4 +1,5 @@
-"""A call's sets and given ids: their checks, and what kernels take. Also the check of a top-K teacher's values."""
+"""A call's sets and given ids: their checks, and what kernels take. Also the check of a top-K
+teacher's values."""
 
 import torch
 
@@ -12,7 +13,8 @@ from ..validation import refuse_tokens
 
 
 def validate_sets(sets: IdSets | None, labels, want, logits):
-    """Raise TypeError or ValueError, from metadata, unless the sets fit the call. logits: [.., width]."""
+    """Raise TypeError or ValueError, from metadata, unless the sets fit the call. logits: [..,
+    width]."""
     expect_both("sets", sets, OVER_SETS, want, "sets of ids, got none: sets=IdSets(ids)")
     if sets is None:
         return
@@ -23,7 +25,8 @@ def validate_sets(sets: IdSets | None, labels, want, logits):
 
 
 def expect_both(name: str, given, statistics, want, needed: str):
-    """Raise ValueError for what is given without statistics of it in want, or is not given and needed for some."""
+    """Raise ValueError for what is given without statistics of it in want, or is not given and
+    needed for some."""
     wanted = [statistic for statistic in statistics if statistic in want]
     if given is None and wanted:
         raise ValueError(f"{wanted} need {needed}")
@@ -31,7 +34,9 @@ def expect_both(name: str, given, statistics, want, needed: str):
         raise ValueError(f"{name} serve the statistics {statistics}, got none of them in want")
 
 
-def set_tensors(sets: IdSets | None, lead, order: TokenOrder, facts: Facts) -> dict[str, torch.Tensor]:
+def set_tensors(
+    sets: IdSets | None, lead, order: TokenOrder, facts: Facts
+) -> dict[str, torch.Tensor]:
     """The tensors of sets as a request has them. lead: shape of the tokens."""
     if sets is None:
         return {}
@@ -42,10 +47,14 @@ def set_tensors(sets: IdSets | None, lead, order: TokenOrder, facts: Facts) -> d
 
 
 def check_sets(sets: IdSets, labels, ignore_index: int, vocab_size: int):
-    """Raise ValueError with the first token, if any, whose set holds an unknown id or lacks its label."""
+    """Raise ValueError with the first token, if any, whose set holds an unknown id or lacks its
+    label."""
     ids, spans = flat_ids(sets, lambda x: x.reshape(labels.numel(), x.shape[-1]))
     row, place = rows_and_places(spans)
-    labels, unknown = labels.reshape(-1), torch.zeros(len(spans), dtype=torch.bool, device=ids.device)
+    labels, unknown = (
+        labels.reshape(-1),
+        torch.zeros(len(spans), dtype=torch.bool, device=ids.device),
+    )
     unknown[row[ids[place] >= vocab_size]] = True
     unknown |= ~ragged(ids, spans).contains(labels)
     refuse_tokens(
@@ -57,12 +66,14 @@ def check_sets(sets: IdSets, labels, ignore_index: int, vocab_size: int):
     )
 
 
-LARGEST_MASS = 1.01  # of a top-K teacher's entries: its log-probs may have been rounded before they came here
+# of a top-K teacher's entries: its log-probs may have been rounded before they came here
+LARGEST_MASS = 1.01
 
 
 def check_entries(teacher: TopKTeacher, labels, ignore_index: int, vocab_size: int):
-    """Raise ValueError with the first token, if any, of whose entries one is at or beyond the vocabulary, or whose
-    probabilities, with the tail's, add up to more than 1, as those of logits in place of log-probs mostly do.
+    """Raise ValueError with the first token, if any, of whose entries one is at or beyond the
+    vocabulary, or whose probabilities, with the tail's, add up to more than 1, as those of logits
+    in place of log-probs mostly do.
 
     Rounding a log-prob l to a dtype changes its probability by a factor of up to 1 + eps * |l| / 2.
     """
@@ -72,7 +83,9 @@ def check_entries(teacher: TopKTeacher, labels, ignore_index: int, vocab_size: i
     check_ids(teacher.ids, labels, ignore_index, vocab_size, "teacher.ids", known)
     log_probs = given.double().masked_fill(~known, -torch.inf)
     probs = log_probs.exp()
-    rounding = torch.finfo(given.dtype).eps * (probs * log_probs.masked_fill(~known, 0.0).abs()).sum(1)
+    rounding = torch.finfo(given.dtype).eps * (
+        probs * log_probs.masked_fill(~known, 0.0).abs()
+    ).sum(1)
     mass = probs.sum(1)
     if teacher.tail_log_prob is not None:
         mass = mass + teacher.tail_log_prob.detach().reshape(-1).double().exp()
@@ -80,21 +93,29 @@ def check_entries(teacher: TopKTeacher, labels, ignore_index: int, vocab_size: i
     refuse_tokens(
         valid & ~(mass <= LARGEST_MASS + rounding.clamp(max=0.1)),  # NaN is bad, too
         lambda token: (
-            f"teacher.log_probs of token {token} (flat index) must be log-probs, of probabilities that add up to at "
-            f"most 1, got {float(mass[token]):.6g} from {given[token].tolist()[:20]}"
+            f"teacher.log_probs of token {token} (flat index) must be log-probs, of probabilities "
+            f"that add up to at most 1, got {float(mass[token]):.6g} from "
+            f"{given[token].tolist()[:20]}"
         ),
         "; are these logits?",
     )
 
 
 def check_ids(
-    ids: torch.Tensor, labels, ignore_index: int, vocab_size: int, name: str = "ids", known: torch.Tensor | bool = True
+    ids: torch.Tensor,
+    labels,
+    ignore_index: int,
+    vocab_size: int,
+    name: str = "ids",
+    known: torch.Tensor | bool = True,
 ):
-    """Raise ValueError with the first token, if any, of whose known ids [.., K] one is at or beyond the vocabulary."""
+    """Raise ValueError with the first token, if any, of whose known ids [.., K] one is at or beyond
+    the vocabulary."""
     ids = ids.reshape(labels.numel(), ids.shape[-1])
     refuse_tokens(
         (labels.reshape(-1) != ignore_index) & (known & (ids >= vocab_size)).any(1),
         lambda token: (
-            f"{name} of token {token} (flat index) must be below {vocab_size}, got {ids[token].tolist()[:20]}"
+            f"{name} of token {token} (flat index) must be below {vocab_size}, got "
+            f"{ids[token].tolist()[:20]}"
         ),
     )

@@ -11,6 +11,7 @@ from ..arguments.options import DEFAULTS, Options, Transform
 from ..arguments.teachers import Teacher, TopKTeacher
 from ..engine.autograd import Statistics
 from ..engine.request import Request
+from ..engine.ways import Way, general
 from ..ranks.shard import VocabShard
 from ..spec import FLAG, Labels, Logits, TokenIds, TotalWeight, described
 from ..statistics import MaybeNone, VocabStatistics, documented_fields
@@ -38,23 +39,30 @@ def vocab_statistics(
     ignore_index: int = -100,
     options: Options | None = None,
 ) -> VocabStatistics:
-    """Differentiable per-token statistics of the whole vocabulary, from this rank's columns of the logits.
+    """Differentiable per-token statistics of the whole vocabulary, from this rank's columns of the
+    logits.
 
-    logits [.., width] sharded on V, labels [..] replicated -> statistics [..] fp32 replicated. One collective forward
-    (none at one rank), backward: no communication; gradients meet in one kernel and are rounded once.
+    logits [.., width] sharded on V, labels [..] replicated -> statistics [..] fp32 replicated. One
+    collective forward (none at one rank), backward: no communication; gradients meet in one kernel
+    and are rounded once.
 
     Args:
-        logits: fp32, bf16 or fp16 (float64 with the torch backend), any leading shape and strides; never written unless
-            ``options.inplace``, when the backward overwrites them and a later use of the old values by autograd raises.
-        labels: global ids. ``ignore_index`` wins over everything, a valid id included. Any other label
-            outside ``[0, vocab_size)`` makes its token NaN on every rank (``options.check`` raises instead).
-        shard: the columns this rank owns; None: ``logits`` hold the whole vocabulary, or are a DTensor that says it,
-            ``Shard(-1)`` on one dimension of its mesh (labels and the like are then plain or DTensors; results are
-            plain, and of this rank's tokens where another dimension shards them).
-        want: of "entropy", "collision", "total", "argmax" and "rank", with a `Teacher` of `statistics.FULL_TEACHER`,
-            with a `TopKTeacher` of `statistics.TOPK_TEACHER`, with ``sets`` of `statistics.OVER_SETS`, with ``ids``
-            "log_probs_at"; lse is always there, log_prob and target_logit with labels. The Jensen-Shannon divergences
-            and "total_variation" take a second, small collective, "rank" one before, of labels' logits, all others one.
+        logits: fp32, bf16 or fp16 (float64 with the torch backend), any leading shape and strides;
+            never written unless ``options.inplace``, when the backward overwrites them and a later
+            use of the old values by autograd raises.
+        labels: global ids. ``ignore_index`` wins over everything, a valid id included. Any other
+            label outside ``[0, vocab_size)`` makes its token NaN on every rank (``options.check``
+            raises instead).
+        shard: the columns this rank owns; None: ``logits`` hold the whole vocabulary, or are a
+            DTensor that says it, ``Shard(-1)`` on one dimension of its mesh (labels and the like
+            are then plain or DTensors; results are plain, and of this rank's tokens where another
+            dimension shards them).
+        want: of "entropy", "collision", "total", "argmax" and "rank", with a `Teacher` of
+            `statistics.FULL_TEACHER`, with a `TopKTeacher` of `statistics.TOPK_TEACHER`, with
+            ``sets`` of `statistics.OVER_SETS`, with ``ids`` "log_probs_at"; lse is always there,
+            log_prob and target_logit with labels. The Jensen-Shannon divergences and
+            "total_variation" take a second, small collective, "rank" one before, of labels' logits,
+            all others one.
         sets: `IdSets` whose statistics are in ``want``, such as those of `kept_ids`.
         ids: global ids whose log-probs are "log_probs_at" [.., K], in any order, also several
             times. A negative id is none, and one at or beyond the vocabulary is NaN.
@@ -62,7 +70,8 @@ def vocab_statistics(
         ignore_index: label of tokens that are left out.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit together, from metadata alone and hence on every rank.
+        TypeError, ValueError: arguments that do not fit together, from metadata alone and hence on
+            every rank.
 
     Examples:
         >>> logits = torch.tensor([[2.0, 1.0, 0.0], [0.0, 0.0, 0.0]], requires_grad=True)  # [tokens, V]
@@ -80,13 +89,18 @@ def vocab_statistics(
         request = build_request(given)
     in_forward = given.options.gradient == "forward"
     if in_forward and torch.is_grad_enabled() and request.tensors.logits.requires_grad:
-        raise ValueError("gradient='forward' is for a HeadLoss, whose forward knows the loss, got statistics alone")
+        raise ValueError(
+            "gradient='forward' is for a HeadLoss, whose forward knows the loss, got statistics "
+            "alone"
+        )
+    refuse_transforms()
     return computed_statistics(request, given.labels, given.options)[0]
 
 
 @documented_fields
 class LogProbs(NamedTuple):
-    """Per token, fp32, the labels' shape, equal bits on every rank: what a trainer needs of a policy or reference.
+    """Per token, fp32, the labels' shape, equal bits on every rank: what a trainer needs of a
+    policy or reference.
 
     Attributes:
         log_prob: log p of the label, never above 0; 0 where ignored.
@@ -116,16 +130,19 @@ def log_probs(
     ignore_index: int = -100,
     options: Options | None = None,
 ) -> LogProbs:
-    """Log-prob of each label with entropy and lse: logits [.., width] sharded on V, labels [..] -> [..] replicated.
+    """Log-prob of each label with entropy and lse: logits [.., width] sharded on V, labels [..] ->
+    [..] replicated.
 
-    `vocab_statistics` under the name that RL trainers look for, same arguments and errors; one collective forward, none
-    backward. Nothing is shifted: labels[t] is scored by logits[t]. Sampling temperature: ``transform``.
+    `vocab_statistics` under the name that RL trainers look for, same arguments and errors; one
+    collective forward, none backward. Nothing is shifted: labels[t] is scored by logits[t].
+    Sampling temperature: ``transform``.
 
     Args:
         logits, labels, shard, transform, ignore_index, options: as in `vocab_statistics`.
         entropy: False saves its forward. What takes part in no loss costs nothing backward anyway.
-        differentiable: False saves nothing for a backward (old and reference policies; the model that makes the logits
-            needs `torch.no_grad` of its own). Otherwise all three have gradients.
+        differentiable: False saves nothing for a backward (old and reference policies; the model
+            that makes the logits needs `torch.no_grad` of its own). Otherwise all three have
+            gradients.
 
     Raises:
         TypeError, ValueError: no labels, and the errors of `vocab_statistics`.
@@ -143,30 +160,51 @@ def log_probs(
     want = ("entropy",) if entropy else ()
     with torch.set_grad_enabled(differentiable and torch.is_grad_enabled()):
         stats = vocab_statistics(
-            logits, labels, shard=shard, want=want, transform=transform, ignore_index=ignore_index, options=options
+            logits,
+            labels,
+            shard=shard,
+            want=want,
+            transform=transform,
+            ignore_index=ignore_index,
+            options=options,
         )
     return LogProbs(stats.log_prob, stats.entropy, stats.lse)
 
 
-def computed_statistics(request: Request, labels, options: Options | None, reduction=None):
-    """The statistics of a checked call, and with a `FusedReduction` its loss and sums, else None."""
+def computed_statistics(
+    request: Request, labels, options: Options | None, way: Way | MaybeNone = None, reduction=None
+):
+    """The statistics of a checked call, and with a `FusedReduction` its loss and sums, else None.
+
+    way: how they are computed; None: the general one.
+    """
     options = options or DEFAULTS
+    way = way or general(options.inplace)
     if reduction is not None and (reduction.weight is not None or reduction.given):
         reduction = reduction.in_rows(request.order)
     tensors = request.tensors
     # autograd looks at each of its arguments
-    if request.steps is not None or not [tensor for tensor in tensors[2:] if tensor is not None]:
+    if request.ways is not None or not [tensor for tensor in tensors[2:] if tensor is not None]:
         tensors = tensors[:2]
-    refuse_transforms()
     refuse_export(*tensors)
-    *outputs, loss, sums = Statistics.apply(*tensors, request, options.inplace, reduction)
-    return assembled(outputs, request, labels, options.check, overwritten=options.inplace), loss, sums
+    *outputs, loss, sums = Statistics.apply(*tensors, request, way, reduction)
+    return (
+        assembled(outputs, request, labels, options.check, overwritten=options.inplace),
+        loss,
+        sums,
+    )
 
 
 def assembled(
-    outputs, request: Request, labels, check: bool = False, operands: dict | None = None, overwritten: bool = False
+    outputs,
+    request: Request,
+    labels,
+    check: bool = False,
+    operands: dict | None = None,
+    overwritten: bool = False,
 ) -> VocabStatistics:
-    """Statistics [N] in the order of `layout.outputs` -> [..]. operands, overwritten: as in `expect_known`."""
+    """Statistics [N] in the order of `layout.outputs` -> [..]. operands, overwritten: as in
+    `expect_known`."""
     if not request.order.is_plain:
         outputs = request.order.restored(outputs, request.layout.outputs)
     if check:
@@ -187,8 +225,8 @@ def _check_labels(labels, owners, valid, shard):
     def message(token: int) -> str:
         why = "no shard owns" if int(owners.flatten()[token]) == 0 else "ranks do not agree on"
         return (
-            f"label of token {token} (flat index) must be the ignore_index or in [0, {shard.vocab_size}), got "
-            f"{int(labels.flatten()[token])}, which {why}"
+            f"label of token {token} (flat index) must be the ignore_index or in [0, "
+            f"{shard.vocab_size}), got {int(labels.flatten()[token])}, which {why}"
         )
 
     hint = ": are these logits one rank's columns? Then pass shard=" if shard.group is None else ""

@@ -1,4 +1,5 @@
-"""Subclasses of a tensor, whose memory need not be the values that they stand for: kernels read memory."""
+"""Subclasses of a tensor, whose memory need not be the values that they stand for: kernels read
+memory."""
 
 from __future__ import annotations
 
@@ -17,9 +18,13 @@ def is_dtensor(x) -> TypeGuard[DTensor]:
 
 
 def refuse_dtensor(name: str, x):
-    """Raise TypeError for a DTensor in the place of what is the same number or tensor on every rank."""
+    """Raise TypeError for a DTensor in the place of what is the same number or tensor on every
+    rank."""
     if is_dtensor(x):
-        raise TypeError(f"{name} must be the same plain tensor on every rank, got a DTensor: pass its .full_tensor()")
+        raise TypeError(
+            f"{name} must be the same plain tensor on every rank, got a DTensor: pass its "
+            ".full_tensor()"
+        )
 
 
 class _Waited(torch.autograd.Function):
@@ -35,8 +40,9 @@ class _Waited(torch.autograd.Function):
 
 
 def plain(name: str, x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose memory holds its values: x itself, a DTensor, too; what a quantised tensor stands for; the
-    result of a collective. TypeError for other subclasses with own operations, and quantised tensors with gradients."""
+    """Return a tensor whose memory holds its values: x itself, a DTensor, too; what a quantised
+    tensor stands for; the result of a collective. TypeError for other subclasses with own
+    operations, and quantised tensors with gradients."""
     base: Any = torch.Tensor
     kind: Any = type(x)
     if kind in (base, torch.nn.Parameter) or is_dtensor(x):
@@ -44,7 +50,9 @@ def plain(name: str, x: torch.Tensor) -> torch.Tensor:
     own = "__torch_dispatch__", "__torch_function__"
     known = *(getattr(base, name) for name in own), torch._C._disabled_torch_function_impl
     functions = (getattr(kind, name) for name in own)
-    ordinary = all(getattr(f, "__func__", f) in [getattr(k, "__func__", k) for k in known] for f in functions)
+    ordinary = all(
+        getattr(f, "__func__", f) in [getattr(k, "__func__", k) for k in known] for f in functions
+    )
     if ordinary or kind.__name__ in ("FakeTensor", "FunctionalTensor"):
         return x
     if kind.__name__ == "AsyncCollectiveTensor":
@@ -55,6 +63,7 @@ def plain(name: str, x: torch.Tensor) -> torch.Tensor:
             if type(found) is base and found.shape == x.shape and found.is_floating_point():
                 return found
     raise TypeError(
-        f"{name} must be a torch.Tensor, a DTensor or a quantised tensor that requires no gradient, got a "
-        f"{kind.__module__}.{kind.__name__}: pass the plain tensor that it stands for"
+        f"{name} must be a torch.Tensor, a DTensor or a quantised tensor that requires no "
+        f"gradient, got a {kind.__module__}.{kind.__name__}: pass the plain tensor that it stands "
+        "for"
     )

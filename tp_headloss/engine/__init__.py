@@ -1,1 +1,2 @@
-"""The carriers: what streams logits, merges packets and writes gradients, and knows families by their contract only."""
+"""The carriers: what streams logits, merges packets and writes gradients, and knows families by
+their contract only."""

@@ -10,13 +10,15 @@ from ..statistics.family_triton import row_factors, transform
 from ..statistics.numerics_triton import widen
 from .transports.symmetric_memory_triton import packet_pointer, slot_to_write, turn_to_read
 
-TOKENS = tl.constexpr(32)  # of a tile, whose rows are read along the ids and written along the tokens
+# of a tile, whose rows are read along the ids and written along the tokens
+TOKENS = tl.constexpr(32)
 UNKNOWN = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
 def _tile(ids_ptr, n_rows, n_ids, BLOCK: tl.constexpr):
-    """The rows [TOKENS, 1] and places [1, BLOCK] of this program, which of them exist, and their ids."""
+    """The rows [TOKENS, 1] and places [1, BLOCK] of this program, which of them exist, and their
+    ids."""
     tiles = tl.cdiv(n_ids, BLOCK)
     row = (tl.program_id(0) // tiles).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
     place = tl.program_id(0) % tiles * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -30,9 +32,13 @@ def at_ids_statistics_kernel(
     inputs,  # Inputs
     memory,  # SharedMemory
     rows,  # numbers of the packets' rows by name
-    n_rows, start, valid_width, chunks, ignore_index,
+    n_rows,
+    start,
+    valid_width,
+    chunks,
+    ignore_index,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """One program: some ids of some tokens in all chunks."""
     row, place, live, ids = _tile(inputs.ids, n_rows, inputs.n_ids, BLOCK)
     n = n_rows.to(tl.int64)
@@ -43,7 +49,9 @@ def at_ids_statistics_kernel(
         here = here & (labels != ignore_index)
     safe = tl.where(row < n, row, 0)
     pre, post = row_factors(inputs, safe)
-    x = tl.load(inputs.x + row * inputs.x_row + columns.to(tl.int64) * inputs.x_column, mask=here, other=0.0)
+    x = tl.load(
+        inputs.x + row * inputs.x_row + columns.to(tl.int64) * inputs.x_column, mask=here, other=0.0
+    )
     z, _ = transform(widen(x), tl.where(here, columns, inputs.width), inputs, pre, post)
     at = slot_to_write(packets_ptr, memory) + (rows.height - rows.ids + place) * n + row
     for chunk in range(0, chunks):
@@ -61,9 +69,10 @@ def at_ids_merge_kernel(
     merged,  # numbers of merged rows by name
     rows,  # numbers of the packets' rows by name
     n_rows,
-    PACKETS: tl.constexpr, CHUNKS: tl.constexpr,  # of the group, of a rank
+    PACKETS: tl.constexpr,
+    CHUNKS: tl.constexpr,  # of the group, of a rank
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """One program: the log-probs of some ids of some tokens."""
     row, place, live, ids = _tile(inputs.ids, n_rows, rows.ids, BLOCK)
     n = n_rows.to(tl.int64)
@@ -83,12 +92,15 @@ def at_ids_merge_kernel(
 
 @triton.jit(do_not_specialize=["n_rows"])
 def at_ids_sums_kernel(
-    out_ptr,  # [T, K] fp32 out: at each id, the sum of the upstream gradients of all ids of the token that equal it
+    # [T, K] fp32 out: at each id, the sum of the upstream gradients of all ids of the token that
+    # equal it
+    out_ptr,
     upstream_ptr,  # [T, K] fp32
     ids_ptr,  # [T, K] int32
     n_rows,
-    IDS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    IDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """One program: some ids of some tokens."""
     row, place, live, ids = _tile(ids_ptr, n_rows, IDS, BLOCK)
     total = tl.zeros([TOKENS, BLOCK], tl.float32)

@@ -11,7 +11,8 @@ from .request import Facts, Request, Tensors
 
 
 class Prepared(NamedTuple):
-    """Arguments that all launches of one kind of call share: everything but tensors and the number of tokens."""
+    """Arguments that all launches of one kind of call share: everything but tensors and the number
+    of tokens."""
 
     rows: DeviceLayout
     numbers: tuple  # the fields of `Inputs` after its tensors
@@ -22,7 +23,10 @@ class Prepared(NamedTuple):
 def inputs_of(request: Request) -> tuple[Inputs, Prepared]:
     """Return the tensors and numbers of a call as kernels take them."""
     # of a tensor [N, ..]: all but N (of the ids of all sets: all but how many)
-    kinds = [x if x is None else (x.dtype, x.data_ptr() % 16, x.shape[1:], x.stride()) for x in request.tensors]
+    kinds = [
+        x if x is None else (x.dtype, x.data_ptr() % 16, x.shape[1:], x.stride())
+        for x in request.tensors
+    ]
     prepared = _prepared(request.facts, request.layout, *kinds)
     return Inputs._make(request.tensors + prepared.numbers), prepared
 
@@ -34,14 +38,18 @@ def _prepared(facts: Facts, layout: Layout, *kinds) -> Prepared:
     teacher = (None, None) if kind.teacher is None else kind.teacher[3]
     n_entries, n_ids = (None if x is None else x[2][0] for x in (kind.entries, kind.ids))
     factors = _factors(facts, kind.temperatures is not None, kind.scales is not None)
-    inputs = Inputs._make((*kinds, *strides, *teacher, n_entries, n_ids, width, facts.chunk_size, *factors))
+    inputs = Inputs._make(
+        (*kinds, *strides, *teacher, n_entries, n_ids, width, facts.chunk_size, *factors)
+    )
     rows = device_layout(layout)
     ignore_index_is_int32 = -(1 << 31) <= facts.ignore_index < 1 << 31
     compiled_in = rows, ignore_index_is_int32, *[k and k[:2] for k in kinds], *_inputs_key(inputs)
     return Prepared(
-        rows, inputs[len(kinds) :], _variant(*compiled_in),
+        rows,
+        inputs[len(kinds) :],
+        _variant(*compiled_in),
         (facts.start, facts.valid_width, facts.chunks, facts.ignore_index),
-    )  # fmt: skip
+    )
 
 
 @functools.cache  # as many as there are compiled kernels, which Triton keeps, too

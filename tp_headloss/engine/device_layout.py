@@ -1,4 +1,5 @@
-"""A call's layout as kernels take it: numbers of rows by name as compile-time constants, and the families' hooks."""
+"""A call's layout as kernels take it: numbers of rows by name as compile-time constants, and the
+families' hooks."""
 
 import collections
 import functools
@@ -22,7 +23,8 @@ class MergeRows(NamedTuple):
 
 
 class DeviceLayout:
-    """A layout as kernels take it: row numbers by name as compile-time constants, and the families' hooks."""
+    """A layout as kernels take it: row numbers by name as compile-time constants, and the families'
+    hooks."""
 
     def __init__(self, layout: Layout):
         self.packet = _row_numbers("packet", layout.packet, statistics.FAMILIES, layout.n_ids)
@@ -31,11 +33,20 @@ class DeviceLayout:
         values = _row_numbers("values", layout.values, statistics.FAMILIES)
         self.merge_rows = MergeRows(self.packet, self.merged, values)
         flags = list(layout.flags)
-        self._flags = tuple(2 + flags.index(name) if name in flags else None for name in Outputs._fields[2:])
+        self._flags = tuple(
+            2 + flags.index(name) if name in flags else None for name in Outputs._fields[2:]
+        )
         families = layout.families[1:]  # carriers know the softmax by name
-        self.statistics = tuple(family.device.STATISTICS for family in families if family.device.STATISTICS)
-        # whether a top-K teacher's tail, without its moment, is all that a forward adds up besides the softmax
-        self.tail_alone = has_tail(layout.want) and len(self.statistics) == 1 and "tail_moment" not in layout.packet
+        self.statistics = tuple(
+            family.device.STATISTICS for family in families if family.device.STATISTICS
+        )
+        # whether a top-K teacher's tail, without its moment, is all that a forward adds up besides
+        # the softmax
+        self.tail_alone = (
+            has_tail(layout.want)
+            and len(self.statistics) == 1
+            and "tail_moment" not in layout.packet
+        )
         self.merge = tuple(family.device.MERGE for family in families if family.device.MERGE)
         self.grads = _grads_type(statistics.FAMILIES)
         self._gradients = [family for family in families if family.device.GRADIENT]
@@ -54,7 +65,8 @@ class DeviceLayout:
 
 
 def _row_numbers(kind: str, rows: tuple[str, ...], families, n_ids: int = 0) -> Any:
-    """Numbers of this kind's rows by name, None if absent; `ids`: how many without a name follow; `height`: all.
+    """Numbers of this kind's rows by name, None if absent; `ids`: how many without a name follow;
+    `height`: all.
 
     One constant, because Triton's launcher looks at each element of a tuple.
     """
@@ -66,7 +78,9 @@ def _row_numbers(kind: str, rows: tuple[str, ...], families, n_ids: int = 0) -> 
 
 @functools.cache
 def _rows_type(kind: str, families):
-    everything = statistics.Layout(True, tuple(name for family in families for name in family.statistics), families)
+    everything = statistics.Layout(
+        True, tuple(name for family in families for name in family.statistics), families
+    )
     names = dict.fromkeys(getattr(everything, kind))
     return collections.namedtuple(f"{kind.title()}Rows", [*names, "ids", "height"])
 

@@ -1,7 +1,9 @@
-"""The backend in plain torch, for any device: read it, and the families, as the definition of the kernels' results.
+"""The backend in plain torch, for any device: read it, and the families, as the definition of the
+kernels' results.
 
-Works through blocks of rows and chunks of columns, so that no vocabulary-sized temporary ever exists. float64 logits
-are accepted here (all of it runs in float64 then), which is what gradient checks need.
+Works through blocks of rows and chunks of columns, so that no vocabulary-sized temporary ever
+exists. float64 logits are accepted here (all of it runs in float64 then), which is what gradient
+checks need.
 """
 
 import torch
@@ -26,7 +28,9 @@ def transform(x, bias, temperature, facts: Facts):
     x = x if x.dtype == torch.float64 else x.float()
     if bias is not None:
         x = x + bias.to(x.dtype)
-    inverse = 1.0 / facts.temperature if temperature is None else (1.0 / temperature.to(x.dtype))[:, None]
+    inverse = (
+        1.0 / facts.temperature if temperature is None else (1.0 / temperature.to(x.dtype))[:, None]
+    )
     if not facts.softcap:
         factor = facts.scale * inverse
         return x if temperature is None and factor == 1 else x * factor, factor
@@ -55,13 +59,27 @@ def tile_of(tensors: Tensors, block: slice | torch.Tensor, columns: slice, facts
     if tensors.sets is not None:
         kept = members(tensors.sets, tensors.set_spans[block], first_id, z.shape[1])
     at_entries, at_ids = (
-        None if ids is None else _columns_of(ids[block], first_id, z.shape[1]) for ids in (tensors.entries, tensors.ids)
+        None if ids is None else _columns_of(ids[block], first_id, z.shape[1])
+        for ids in (tensors.entries, tensors.ids)
     )
     teacher = part(tensors.teacher, block, columns)
     teacher = None if teacher is None else teacher.to(z.dtype) * teacher_scale
     weight, log_probs = part(tensors.column_weight, columns), part(tensors.entry_log_probs, block)
     label_logits = part(tensors.label_logits, block)
-    return Tile(z, slope, target, weight, teacher, scale, at_entries, log_probs, kept, first_id, label_logits, at_ids)
+    return Tile(
+        z,
+        slope,
+        target,
+        weight,
+        teacher,
+        scale,
+        at_entries,
+        log_probs,
+        kept,
+        first_id,
+        label_logits,
+        at_ids,
+    )
 
 
 def _columns_of(ids, first_id: int, width: int):
@@ -79,14 +97,17 @@ def _chunk_tiles(request: Request):
     """The shard's chunks that have columns, as (chunk, block of rows, tile)."""
     tensors, facts = request.tensors, request.facts
     for chunk in range(facts.chunks):
-        columns = slice(chunk * facts.chunk_size, min((chunk + 1) * facts.chunk_size, facts.valid_width))
+        columns = slice(
+            chunk * facts.chunk_size, min((chunk + 1) * facts.chunk_size, facts.valid_width)
+        )
         if columns.stop > columns.start:
             for block in _row_blocks(tensors.logits.shape[0], columns.stop - columns.start):
                 yield chunk, block, tile_of(tensors, block, columns, facts)
 
 
 def label_logits(out, request: Request):
-    """Write the transformed logits [N] of the labels in this shard, and 0 where they are in another."""
+    """Write the transformed logits [N] of the labels in this shard, and 0 where they are in
+    another."""
     out.zero_()
     for _, block, tile in _chunk_tiles(request):
         column = tile.target.clamp(0, tile.z.shape[1] - 1)
@@ -104,7 +125,9 @@ def local_statistics(packets, request: Request, memory=None):
         for family in layout.families:
             for name, value in family.local(tile, softmax, layout.packet).items():
                 if name in rows:
-                    rows[name][chunk, block].copy_(_checked(value, family, "local", (tile.z.shape[0],)))
+                    rows[name][chunk, block].copy_(
+                        _checked(value, family, "local", (tile.z.shape[0],))
+                    )
         if layout.n_ids:
             packets[chunk, len(rows) :, block] = logits_at(tile).t()
     empty = torch.zeros_like(packets[0, 0], dtype=torch.bool)
@@ -115,7 +138,8 @@ def local_statistics(packets, request: Request, memory=None):
     for name in rows:
         if name.endswith("max"):
             rows[name].masked_fill_(empty, -torch.inf)
-            rows[name][max(0, -(-facts.valid_width // facts.chunk_size)) :] = -torch.inf  # chunks without columns
+            # chunks without columns
+            rows[name][max(0, -(-facts.valid_width // facts.chunk_size)) :] = -torch.inf
 
 
 def student_scale(request: Request):
@@ -125,7 +149,8 @@ def student_scale(request: Request):
 
 
 def merged_sums(packets, layout: Layout, scale: torch.Tensor | float = 1.0):
-    """Packets [chunks of all ranks in vocabulary order, rows, N] -> the largest maximum, and sums relative to it."""
+    """Packets [chunks of all ranks in vocabulary order, rows, N] -> the largest maximum, and sums
+    relative to it."""
     packets = packets.double()
     rows = dict(zip(layout.packet, packets.unbind(1)))
     merging = SOFTMAX.merging(rows, scale)
@@ -136,9 +161,12 @@ def merged_sums(packets, layout: Layout, scale: torch.Tensor | float = 1.0):
 
 
 def finish(shift, sums: dict, request: Request, dtype) -> list[torch.Tensor]:
-    """Join the target column: merged sums -> [merged rows [R, N], values [K, N], *flags [N]] in the layout's order."""
+    """Join the target column: merged sums -> [merged rows [R, N], values [K, N], *flags [N]] in the
+    layout's order."""
     layout, facts, labels = request.layout, request.facts, request.tensors.labels
-    joined, values, rows = SOFTMAX.joined(shift, sums, labels, facts.packets, student_scale(request))
+    joined, values, rows = SOFTMAX.joined(
+        shift, sums, labels, facts.packets, student_scale(request)
+    )
     for family in layout.families[1:]:
         found = family.finish(family.join(sums, joined), joined)
         values |= found[0]
@@ -146,11 +174,14 @@ def finish(shift, sums: dict, request: Request, dtype) -> list[torch.Tensor]:
 
     def settled(names, found):
         if missing := set(names) - found.keys():
-            raise ValueError(f"families' finish must return {list(names)}, got no {sorted(missing)}")
+            raise ValueError(
+                f"families' finish must return {list(names)}, got no {sorted(missing)}"
+            )
         every = torch.stack([found[name] for name in names])
         return torch.where(joined.ignored, 0.0, torch.where(joined.bad, torch.nan, every)).to(dtype)
 
-    later = dict.fromkeys(layout.second, torch.zeros_like(joined.whole))  # written by `finish_second`
+    # written by `finish_second`
+    later = dict.fromkeys(layout.second, torch.zeros_like(joined.whole))
     values, rows = values | later, rows | later
     merged, found = settled(layout.merged, rows), settled(layout.values, values)
     if "owners" in values:
@@ -158,7 +189,9 @@ def finish(shift, sums: dict, request: Request, dtype) -> list[torch.Tensor]:
     outputs = [merged, found, *[values[name] for name in layout.flags]]
     if layout.per_id:
         known = dict(zip(layout.merged, merged.unbind(0)))
-        outputs.append(log_probs_at(sums["logits_at"], request.tensors.ids, known["shift"], known["sum"]))
+        outputs.append(
+            log_probs_at(sums["logits_at"], request.tensors.ids, known["shift"], known["sum"])
+        )
     return outputs
 
 
@@ -184,7 +217,8 @@ def second_statistics(packets, request: Request, merged):
 
 
 def merge_second(packets, outputs, layout: Layout):
-    """Packets of the second exchange of all ranks -> the last rows of the outputs' first two, in place."""
+    """Packets of the second exchange of all ranks -> the last rows of the outputs' first two, in
+    place."""
     merged, values, *_ = outputs
     whole = merged[layout.merged.index("sum")]
     sums = torch.where(whole.isnan(), torch.nan, packets.sum(0, dtype=torch.float64))
@@ -193,10 +227,12 @@ def merge_second(packets, outputs, layout: Layout):
 
 
 def logits_gradient(out, request: Request, merged, grads: dict):
-    """Write d loss / d logits into `out` [N, width], which may be the logits; grads: upstream gradients [N] by name.
+    """Write d loss / d logits into `out` [N, width], which may be the logits; grads: upstream
+    gradients [N] by name.
 
-    Per element, before the one rounding: dz_j = p_j (g_lse - g_log_prob + coefficients) + direct parts, and at the
-    target p_y (g_lse + coefficients) + (1 - p_y) g_log_prob + direct parts; the tables of the families say which.
+    Per element, before the one rounding: dz_j = p_j (g_lse - g_log_prob + coefficients) + direct
+    parts, and at the target p_y (g_lse + coefficients) + (1 - p_y) g_log_prob + direct parts; the
+    tables of the families say which.
     """
     tensors, facts = request.tensors, request.facts
     out[:, facts.valid_width :] = 0
@@ -225,7 +261,9 @@ def _tile_gradient(tile: Tile, merged: dict, grads: dict, request: Request):
     dz = weight * away
     if tile.target is not None:
         at = tile.target[:, None] == torch.arange(tile.z.shape[1], device=tile.z.device)
-        at_target = weight * coefficient + (merged["others"] * grads["log_prob"] if "log_prob" in grads else 0.0)
+        at_target = weight * coefficient + (
+            merged["others"] * grads["log_prob"] if "log_prob" in grads else 0.0
+        )
         dz = torch.where(at, at_target, dz)
     scaled = None
     for family in families:
@@ -235,11 +273,15 @@ def _tile_gradient(tile: Tile, merged: dict, grads: dict, request: Request):
     return dz if scaled is None else dz + tile.scale * scaled
 
 
-def _checked(found: torch.Tensor, family: Family, method: str, *shapes: tuple[int, ...]) -> torch.Tensor:
+def _checked(
+    found: torch.Tensor, family: Family, method: str, *shapes: tuple[int, ...]
+) -> torch.Tensor:
     """Return what a family's method returned. Raises ValueError unless it has one of the shapes."""
     if found.shape not in shapes:
         expected = " or ".join(str(list(shape)) for shape in shapes)
-        raise ValueError(f"{type(family).__name__}.{method} must return {expected}, got {list(found.shape)}")
+        raise ValueError(
+            f"{type(family).__name__}.{method} must return {expected}, got {list(found.shape)}"
+        )
     return found
 
 

@@ -1,9 +1,11 @@
-"""Kernels of a linear head whose logits exist only as accumulators: a GEMM with the families' hooks as its epilogue.
+"""Kernels of a linear head whose logits exist only as accumulators: a GEMM with the families' hooks
+as its epilogue.
 
-A tile [ROWS, COLUMNS] of hidden @ weight^T is one partial packet of each of its tokens. Tiles end at the borders of
-chunks, and the sum over H has one order, so a partial packet depends on its token and its chunk alone: not on the
-batch, the shard or the number of ranks. Hooks see per-row numbers as [ROWS, 1] and columns as [1, COLUMNS]. Rows that
-the last tile has beyond the tokens repeat the last token's numbers, and nobody reads their results.
+A tile [ROWS, COLUMNS] of hidden @ weight^T is one partial packet of each of its tokens. Tiles end
+at the borders of chunks, and the sum over H has one order, so a partial packet depends on its token
+and its chunk alone: not on the batch, the shard or the number of ranks. Hooks see per-row numbers
+as [ROWS, 1] and columns as [1, COLUMNS]. Rows that the last tile has beyond the tokens repeat the
+last token's numbers, and nobody reads their results.
 """
 
 import triton
@@ -20,7 +22,8 @@ from .merge_triton import add_packet, peaks
 
 @triton.jit
 def _place(tile, row_tiles, column_tiles, GROUP: tl.constexpr):
-    """Row and column of a tile, GROUP rows of tiles at a time, which share columns of the weight in the cache."""
+    """Row and column of a tile, GROUP rows of tiles at a time, which share columns of the weight in
+    the cache."""
     first = tile // (GROUP * column_tiles) * GROUP
     size = tl.minimum(row_tiles - first, GROUP)
     return first + tile % size, (tile % (GROUP * column_tiles)) // size
@@ -31,15 +34,20 @@ def _multiply(acc, hidden, weight, row, column, k):
     """acc += hidden @ weight^T of one step over H."""
     a = hidden.load([row, k])
     b = weight.load([column, k])
-    if INTERPRETED:  # whose dot multiplies bf16 wrongly, and rounds a row differently at another place in the tile
+    # whose dot multiplies bf16 wrongly, and rounds a row differently at another place in the tile
+    if INTERPRETED:
         return acc + tl.sum(a.to(tl.float32)[:, None, :] * b.to(tl.float32)[None, :, :], axis=2)
     return tl.dot(a, b.T, acc)
 
 
 @triton.jit
-def _chunk_of_rows(inputs, row, first, offset, n_rows, start, valid_width, ignore_index, COLUMNS: tl.constexpr):
-    """The part of a chunk that is one tile; `target` is where a label's column is among the chunk's, or -1."""
-    size = tl.maximum(tl.minimum(inputs.chunk_size, valid_width - first), 0)  # of ignored tokens, too: nobody reads it
+def _chunk_of_rows(
+    inputs, row, first, offset, n_rows, start, valid_width, ignore_index, COLUMNS: tl.constexpr
+):
+    """The part of a chunk that is one tile; `target` is where a label's column is among the
+    chunk's, or -1."""
+    # of ignored tokens, too: nobody reads it
+    size = tl.maximum(tl.minimum(inputs.chunk_size, valid_width - first), 0)
     pre, post = row_factors(inputs, row)
     teacher_scale, student_scale = teacher_scales(inputs, row, n_rows)
     target = -1
@@ -49,9 +57,13 @@ def _chunk_of_rows(inputs, row, first, offset, n_rows, start, valid_width, ignor
         y = tl.load(inputs.labels + row).to(tl.int64)
         ignored = y == ignore_index
         target = y - start - first
-        owned = (target >= offset) & (target < tl.minimum(offset + COLUMNS, size)) & (y != ignore_index)
+        owned = (
+            (target >= offset) & (target < tl.minimum(offset + COLUMNS, size)) & (y != ignore_index)
+        )
         target = tl.where(owned, target, -1).to(tl.int32)
-    return Chunk(row, first, size, start, target, owned, ignored, pre, post, teacher_scale, student_scale)
+    return Chunk(
+        row, first, size, start, target, owned, ignored, pre, post, teacher_scale, student_scale
+    )
 
 
 @triton.jit
@@ -74,8 +86,9 @@ def _strips(x, COLUMNS: tl.constexpr):
 def _store_packet(raw, out, n, offset, chunk, inputs, families, rows, STRIP: tl.constexpr):
     """Store the partial packet of a tile's strips of raw logits.
 
-    There is no branch, although few tiles have a label or end their chunk: one that changes accumulators, or many
-    registers, makes the compiler wait for each multiplication before the next (a third more time).
+    There is no branch, although few tiles have a label or end their chunk: one that changes
+    accumulators, or many registers, makes the compiler wait for each multiplication before the next
+    (a third more time).
     """
     lanes = tl.arange(0, STRIP)[None, :]
     least = -float("inf")
@@ -105,11 +118,14 @@ def _store_packet(raw, out, n, offset, chunk, inputs, families, rows, STRIP: tl.
         student = softmax.add_student(student, terms, chunk, inputs)
         sums += terms.p
         states = add_to_states(families, states, tile, terms, chunk, inputs, rows)
-    if inputs.labels is not None:  # the label as one more strip: comparing columns twice spills registers
+    # the label as one more strip: comparing columns twice spills registers
+    if inputs.labels is not None:
         v = zeros + least
         z = tl.where((lanes == 0) & chunk.owned, at_target, v)
         tile = Tile(z, v, 0, chunk.first + tl.maximum(chunk.target, 0) + lanes * 0, offset, True)
-        states = add_to_states(families, states, tile, softmax.tile_softmax(m, least, m, v), chunk, inputs, rows)
+        states = add_to_states(
+            families, states, tile, softmax.tile_softmax(m, least, m, v), chunk, inputs, rows
+        )
     core = Core(m, sums)
     softmax.store_sums(out, n, core, student, inputs, rows)
     if inputs.labels is not None:
@@ -126,10 +142,15 @@ def linear_statistics_kernel(
     inputs,  # Inputs without x
     families,  # their STATISTICS
     rows,  # numbers of the packets' rows by name
-    n_rows, start, valid_width, chunks, ignore_index, depth,
+    n_rows,
+    start,
+    valid_width,
+    chunks,
+    ignore_index,
+    depth,
     ROUND: tl.constexpr,  # whether logits are rounded to the operands' dtype
     TILE: tl.constexpr,  # rows, columns, steps over H, columns of a strip, rows of tiles in a group
-):  # fmt: skip
+):
     """One program: every so many-th tile of the logits, each of which becomes a partial packet."""
     ROWS: tl.constexpr = TILE[0]
     COLUMNS: tl.constexpr = TILE[1]
@@ -139,7 +160,9 @@ def linear_statistics_kernel(
     n = (row_tiles * ROWS).to(tl.int64)
     steps = tl.cdiv(depth, DEPTH)
     tl.assume(steps > 0)
-    for number in tl.range(tl.program_id(0), row_tiles * chunks * per_chunk, tl.num_programs(0), flatten=True):
+    for number in tl.range(
+        tl.program_id(0), row_tiles * chunks * per_chunk, tl.num_programs(0), flatten=True
+    ):
         i, j = _place(number, row_tiles, chunks * per_chunk, TILE[4])
         first = j // per_chunk * inputs.chunk_size
         offset = j % per_chunk * COLUMNS
@@ -150,7 +173,9 @@ def linear_statistics_kernel(
             acc = rounded(acc, hidden.dtype)
         at = (i * ROWS + tl.arange(0, ROWS))[:, None]
         row = tl.minimum(at, n_rows - 1).to(tl.int64)
-        chunk = _chunk_of_rows(inputs, row, first, offset, n_rows, start, valid_width, ignore_index, COLUMNS)
+        chunk = _chunk_of_rows(
+            inputs, row, first, offset, n_rows, start, valid_width, ignore_index, COLUMNS
+        )
         out = partials_ptr + j * (rows.height * n) + at
         _store_packet(_strips(acc, TILE[3]), out, n, offset, chunk, inputs, families, rows, TILE[3])
 
@@ -162,10 +187,13 @@ def fold_kernel(
     inputs,  # Inputs: the student's scale
     families,  # their MERGE
     rows,  # numbers of the packets' rows by name
-    n_rows, n_padded, parts,
+    n_rows,
+    n_padded,
+    parts,
     BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One program: the partial packets of one chunk of BLOCK tokens, merged in their order, in float64."""
+):
+    """One program: the partial packets of one chunk of BLOCK tokens, merged in their order, in
+    float64."""
     blocks = tl.cdiv(n_rows, BLOCK)
     index = (tl.program_id(0) // blocks).to(tl.int64)
     token = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -208,10 +236,14 @@ def linear_gradient_kernel(
     grads,  # upstream gradients [T] fp32 by name, None where absent
     families,  # their GRADIENT
     rows,  # numbers of the merged rows by name
-    n_rows, start, valid_width, depth,
-    ROUND: tl.constexpr, PADDED: tl.constexpr,
+    n_rows,
+    start,
+    valid_width,
+    depth,
+    ROUND: tl.constexpr,
+    PADDED: tl.constexpr,
     TILE: tl.constexpr,  # rows, columns, steps over H, columns of a strip, rows of tiles in a group
-):  # fmt: skip
+):
     """One program: every so many-th tile of the logits' gradient."""
     ROWS: tl.constexpr = TILE[0]
     COLUMNS: tl.constexpr = TILE[1]
@@ -222,7 +254,9 @@ def linear_gradient_kernel(
     n = n_rows.to(tl.int64)
     steps = tl.cdiv(depth, DEPTH)
     tl.assume(steps > 0)
-    for number in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), flatten=True):
+    for number in tl.range(
+        tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), flatten=True
+    ):
         i, j = _place(number, row_tiles, column_tiles, TILE[4])
         acc = tl.zeros([ROWS, COLUMNS], tl.float32)
         for k in range(steps):
@@ -239,10 +273,32 @@ def linear_gradient_kernel(
             columns = first + tl.arange(0, STRIP)[None, :]
             written = columns < inputs.width
             token = Token(
-                row, n, merged_ptr + row, whole, ignored, a, Lists(start, start, start), start, written, written, 0
+                row,
+                n,
+                merged_ptr + row,
+                whole,
+                ignored,
+                a,
+                Lists(start, start, start),
+                start,
+                written,
+                written,
+                0,
             )
             x = rounded(strips[k], hidden.dtype) if ROUND else strips[k]
             dz = tile_gradient(
-                x, columns, first, chunk, token, grads, families, inputs, rows, start, valid_width, PADDED, STRIP
+                x,
+                columns,
+                first,
+                chunk,
+                token,
+                grads,
+                families,
+                inputs,
+                rows,
+                start,
+                valid_width,
+                PADDED,
+                STRIP,
             )
             out.store([i * ROWS, first], dz.to(out.dtype))

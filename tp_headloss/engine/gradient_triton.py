@@ -1,9 +1,11 @@
-"""The gradient of a tile of logits, for any tuple of families, and the gradient at the ids of a token's lists.
+"""The gradient of a tile of logits, for any tuple of families, and the gradient at the ids of a
+token's lists.
 
-At the ids of a list (`Lists`: given ids, a set, the entries of a top-K teacher) the whole gradient is computed apart,
-by the program of their columns before it may overwrite the logits, and put into its place when it has written the
-columns: while they are in the cache, a scattered element costs no access of memory. The gradient at an id of several
-lists is that of the last one, whose tiles look for their ids in the lists before it.
+At the ids of a list (`Lists`: given ids, a set, the entries of a top-K teacher) the whole gradient
+is computed apart, by the program of their columns before it may overwrite the logits, and put into
+its place when it has written the columns: while they are in the cache, a scattered element costs no
+access of memory. The gradient at an id of several lists is that of the last one, whose tiles look
+for their ids in the lists before it.
 """
 
 import triton
@@ -28,7 +30,9 @@ def _with_target(dz, target, common, columns, token, states, families, grads, ro
 
 
 @triton.jit
-def _softmax_gradient(z, columns, first, token, states, families, grads, inputs, rows, start, BLOCK: tl.constexpr):
+def _softmax_gradient(
+    z, columns, first, token, states, families, grads, inputs, rows, start, BLOCK: tl.constexpr
+):
     """p times its coefficients, and the label's column."""
     common = 0.0  # coefficient of p at every column
     if grads.lse is not None:
@@ -44,7 +48,12 @@ def _softmax_gradient(z, columns, first, token, states, families, grads, inputs,
     dz = p * away
     if inputs.labels is not None:
         target = tl.load(inputs.labels + token.row).to(tl.int64) - start
-        if len(token.places.ids.shape) + len(token.places.sets.shape) + len(token.places.entries.shape) == 0:
+        if (
+            len(token.places.ids.shape)
+            + len(token.places.sets.shape)
+            + len(token.places.entries.shape)
+            == 0
+        ):
             here = (target >= first) & (target < first + BLOCK)
         else:
             here = target >= 0
@@ -59,11 +68,22 @@ def _softmax_gradient(z, columns, first, token, states, families, grads, inputs,
 
 @triton.jit
 def tile_gradient(
-    x, columns, first, chunk, token, grads, families, inputs, rows, start, valid_width, PADDED: tl.constexpr,
+    x,
+    columns,
+    first,
+    chunk,
+    token,
+    grads,
+    families,
+    inputs,
+    rows,
+    start,
+    valid_width,
+    PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The gradient of raw logits x in fp32: a tile [BLOCK] of one row, or [ROWS, BLOCK] whose rows' numbers are
-    [ROWS, 1]; `eager.logits_gradient` states the formula."""
+):
+    """The gradient of raw logits x in fp32: a tile [BLOCK] of one row, or [ROWS, BLOCK] whose rows'
+    numbers are [ROWS, 1]; `eager.logits_gradient` states the formula."""
     z, slope = transform(x, columns, inputs, chunk.pre, chunk.post)
     u = 0
     if inputs.teacher is not None:
@@ -78,7 +98,9 @@ def tile_gradient(
         if families[i].coefficient is not same_coefficient:
             factors += (0,)
     if len(factors) > 0:
-        dz = _softmax_gradient(z, columns, first, token, states, families, grads, inputs, rows, start, BLOCK)
+        dz = _softmax_gradient(
+            z, columns, first, token, states, families, grads, inputs, rows, start, BLOCK
+        )
     else:
         dz = tl.zeros_like(z) + 0.0 * token.whole  # NaN of a bad token
     for i in tl.static_range(len(families)):
@@ -93,7 +115,8 @@ def tile_gradient(
 
 @triton.jit
 def _places_in_list(exact, inputs, row, first, end, LIST: tl.constexpr):
-    """Places of a row's ids in a list, by its number in `Lists`, among them all of the ids first .. end - 1."""
+    """Places of a row's ids in a list, by its number in `Lists`, among them all of the ids first ..
+    end - 1."""
     if LIST == 0:
         ids, begin, count = inputs.ids, row * inputs.n_ids, inputs.n_ids
     elif LIST == 1:
@@ -113,11 +136,21 @@ def _columns_of(places, k, start, BLOCK: tl.constexpr):
 
 @triton.jit
 def store_exact(
-    exact, first, end, chunk, token, grads, families, inputs, rows, valid_width, LIST: tl.constexpr,
+    exact,
+    first,
+    end,
+    chunk,
+    token,
+    grads,
+    families,
+    inputs,
+    rows,
+    valid_width,
+    LIST: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Store the gradient at those of a row's ids in list number LIST of `Lists` that are columns first .. end - 1, and
-    return the ids' places; 0 where there is no memory for the list."""
+):
+    """Store the gradient at those of a row's ids in list number LIST of `Lists` that are columns
+    first .. end - 1, and return the ids' places; 0 where there is no memory for the list."""
     start = token.start
     places = 0
     if exact[LIST] is not None:
@@ -128,16 +161,42 @@ def store_exact(
             columns = tl.where(written, columns, inputs.width)
             readable = written & (columns < tl.where(token.ignored, 0, end))
             x = tl.load(
-                inputs.x + token.row * inputs.x_row + columns.to(tl.int64) * inputs.x_column, mask=readable, other=0.0
+                inputs.x + token.row * inputs.x_row + columns.to(tl.int64) * inputs.x_column,
+                mask=readable,
+                other=0.0,
             )
             place = places.begin + k + tl.arange(0, BLOCK)
             at = Token(
-                token.row, token.n, token.merged, token.whole, token.ignored, token.student_scale,
-                Lists(place if LIST == 0 else start, place if LIST == 1 else start, place if LIST == 2 else start),
-                start, written, readable, token.loss,
-            )  # fmt: skip
+                token.row,
+                token.n,
+                token.merged,
+                token.whole,
+                token.ignored,
+                token.student_scale,
+                Lists(
+                    place if LIST == 0 else start,
+                    place if LIST == 1 else start,
+                    place if LIST == 2 else start,
+                ),
+                start,
+                written,
+                readable,
+                token.loss,
+            )
             dz = tile_gradient(
-                widen(x), columns, 0, chunk, at, grads, families, inputs, rows, start, valid_width, False, BLOCK
+                widen(x),
+                columns,
+                0,
+                chunk,
+                at,
+                grads,
+                families,
+                inputs,
+                rows,
+                start,
+                valid_width,
+                False,
+                BLOCK,
             )
             tl.store(places.exact + place, dz.to(places.exact.dtype.element_ty), mask=written)
     return places
@@ -149,14 +208,16 @@ def put_exact(dx, dx_column, places, first, end, start, BLOCK: tl.constexpr):
     for k in range(0, places.count, BLOCK):
         columns = _columns_of(places, k, start, BLOCK)
         here = (columns >= first) & (columns < end)
-        gradient = tl.load(places.exact + places.begin + k + tl.arange(0, BLOCK), mask=here, other=0.0)
+        gradient = tl.load(
+            places.exact + places.begin + k + tl.arange(0, BLOCK), mask=here, other=0.0
+        )
         tl.store(dx + columns.to(tl.int64) * dx_column, gradient, mask=here)
 
 
 @triton.jit
 def put_lists(dx, dx_column, exact, ids, sets, entries, first, end, start, BLOCK: tl.constexpr):
-    """`put_exact` of the lists in turn: at ids of several lists only the last has the parts of all. Before each one the
-    columns, and those of the lists before, are written."""
+    """`put_exact` of the lists in turn: at ids of several lists only the last has the parts of all.
+    Before each one the columns, and those of the lists before, are written."""
     if exact.ids is not None:
         tl.debug_barrier()
         put_exact(dx, dx_column, ids, first, end, start, BLOCK)

@@ -1,28 +1,40 @@
-"""The carriers among the kernels: they stream logits, merge packets and write gradients for any tuple of families.
+"""The carriers among the kernels: they stream logits, merge packets and write gradients for any
+tuple of families.
 
-`statistics.family_triton` is the families' contract, and explains the names; `eager` is the definition in plain torch.
-Families arrive as a plain tuple of their hooks, so that an edit of one changes the compiled kernel's key.
+`statistics.family_triton` is the families' contract, and explains the names; `eager` is the
+definition in plain torch. Families arrive as a plain tuple of their hooks, so that an edit of one
+changes the compiled kernel's key.
 """
 
 import triton
 import triton.language as tl
 
 from ..statistics import softmax_triton as softmax
-from ..statistics.family_triton import load_logits, load_teacher, loss_of_row, open_chunk, row_factors, teacher_scales
+from ..statistics.family_triton import (
+    load_logits,
+    load_teacher,
+    loss_of_row,
+    open_chunk,
+    row_factors,
+    teacher_scales,
+)
 from ..statistics.numerics_triton import largest, widen
 from ..statistics.records_triton import Chunk, Core, Lists, Tile, Token
 from .gradient_triton import put_lists, store_exact, tile_gradient
 from .merge_triton import merge_tokens
 from .transports.symmetric_memory_triton import slot_to_write
 
-# Columns of the gradient in a program that puts that at ids of lists into its place. An H200, 8192 x 128256,
-# microseconds of the backward of sets of 1024 ids, of 64, of a top-K teacher, with its tail: 4096 1243, 1030, 1100,
-# 1186; 8192 1295, 1045, 1034, 1084; 16384 1530, 1082, -, -: what the programs at work write has to stay in the cache
+# Columns of the gradient in a program that puts that at ids of lists into its place. An H200, 8192
+# x 128256, microseconds of the backward of sets of 1024 ids, of 64, of a top-K teacher, with its
+# tail: 4096 1243, 1030, 1100, 1186; 8192 1295, 1045, 1034, 1084; 16384 1530, 1082, -, -: what the
+# programs at work write has to stay in the cache
+# work write has to stay in the cache
+# stay in the cache
 COLUMNS = tl.constexpr(8192)
-# Tiles in a program of a softcap's gradient, which has some 200 instructions besides theirs; 32064: 1 344, 4 309, 8 295
+# Tiles in a program of a softcap's gradient, which has some 200 instructions besides theirs; 32064:
+# 1 344, 4 309, 8 295
 SOFTCAP_TILES = tl.constexpr(8)
 PUT = tl.constexpr(128)  # ids of a list that it reads at once
-MOST = tl.constexpr(1023)  # so often in a row an upstream gradient must come to be foreseen, at most
 
 
 @triton.jit
@@ -51,7 +63,8 @@ def add_to_states(families, states, tile, terms, chunk, inputs, rows):
 
 @triton.jit
 def _add_tile(m, s, student, states, families, tile, chunk, inputs, rows):
-    """Add a tile to the maximum m, the lane sums s of exp(v - m), those at the teacher's side, and all states."""
+    """Add a tile to the maximum m, the lane sums s of exp(v - m), those at the teacher's side, and
+    all states."""
     peak = largest(tile.v, inputs.x.dtype.element_ty.primitive_bitwidth)
     before = m
     if peak > m:
@@ -75,9 +88,13 @@ def statistics_kernel(
     memory,  # SharedMemory
     families,  # their STATISTICS
     rows,  # numbers of the packets' rows by name
-    n_rows, start, valid_width, chunks, ignore_index,
+    n_rows,
+    start,
+    valid_width,
+    chunks,
+    ignore_index,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """One program: the packet of one chunk of one row, a function of that chunk's columns only."""
     row = (tl.program_id(0) // chunks).to(tl.int64)
     index = tl.program_id(0) % chunks
@@ -89,7 +106,8 @@ def statistics_kernel(
     student = tl.zeros([BLOCK], tl.float32)
     states = start_states(families, student, chunk, inputs)
     whole = chunk.size // BLOCK * BLOCK
-    # the tile of the target waits, so that the loop need not look for it: one masked tile for it, one for the tail
+    # the tile of the target waits, so that the loop need not look for it: one masked tile for it,
+    # one for the tail
     waiting = tl.where(chunk.target < 0, whole, chunk.target // BLOCK * BLOCK)
     for i in tl.range(0, whole - tl.where(waiting < whole, BLOCK, 0), BLOCK, num_stages=4):
         o = tl.where(i < waiting, i, i + BLOCK)
@@ -99,19 +117,28 @@ def statistics_kernel(
         if inputs.teacher is not None:
             u = load_teacher(inputs, chunk, columns, None)
         tile = Tile(z, z, u, columns, o, False)
-        m, s, student, states = _add_tile(m, s, student, states, families, tile, chunk, inputs, rows)
+        m, s, student, states = _add_tile(
+            m, s, student, states, families, tile, chunk, inputs, rows
+        )
     for o in range(waiting, chunk.size, tl.maximum(whole - waiting, BLOCK)):
         inside = o + lanes
         columns = chunk.first + inside
-        # two masks that are known to be aligned, so that the load stays wide; what is valid is selected afterwards
+        # two masks that are known to be aligned, so that the load stays wide; what is valid is
+        # selected afterwards
         reading = (inside < inputs.chunk_size) & (columns < inputs.width)
-        z = tl.where(inside < chunk.size, load_logits(inputs, chunk, columns, reading), float("-inf"))
+        z = tl.where(
+            inside < chunk.size, load_logits(inputs, chunk, columns, reading), float("-inf")
+        )
         v = tl.where(inside == chunk.target, float("-inf"), z)
         u = 0
         if inputs.teacher is not None:
-            u = tl.where(inside < chunk.size, load_teacher(inputs, chunk, columns, reading), float("-inf"))
+            u = tl.where(
+                inside < chunk.size, load_teacher(inputs, chunk, columns, reading), float("-inf")
+            )
         tile = Tile(z, v, u, columns, o, True)
-        m, s, student, states = _add_tile(m, s, student, states, families, tile, chunk, inputs, rows)
+        m, s, student, states = _add_tile(
+            m, s, student, states, families, tile, chunk, inputs, rows
+        )
     n = n_rows.to(tl.int64)
     out = packets_ptr + index.to(tl.int64) * rows.height * n + chunk.row
     core = Core(m, s)
@@ -131,29 +158,79 @@ def merge_kernel(
     families,  # their MERGE
     rows,  # numbers of rows by name: packet, merged, value
     n_rows,
-    PACKETS: tl.constexpr, CHUNKS: tl.constexpr,  # of the group, of a rank
+    PACKETS: tl.constexpr,
+    CHUNKS: tl.constexpr,  # of the group, of a rank
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """One program: the merge of BLOCK tokens."""
-    merge_tokens(out, packets_ptr, inputs, memory, families, rows, n_rows, tl.program_id(0), PACKETS, CHUNKS, BLOCK)
+    merge_tokens(
+        out,
+        packets_ptr,
+        inputs,
+        memory,
+        families,
+        rows,
+        n_rows,
+        tl.program_id(0),
+        PACKETS,
+        CHUNKS,
+        BLOCK,
+    )
 
 
 @triton.jit
 def _store_gradient(
-    dx_ptr, dx_row, dx_column, first, chunk, token, grads, families, inputs, rows, start, valid_width,
-    PADDED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    dx_ptr,
+    dx_row,
+    dx_column,
+    first,
+    chunk,
+    token,
+    grads,
+    families,
+    inputs,
+    rows,
+    start,
+    valid_width,
+    PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Store one tile of the gradient of a row."""
     columns = first + tl.arange(0, BLOCK)
     written = columns < inputs.width
     readable = columns < tl.where(token.ignored, 0, inputs.width)
-    x = tl.load(inputs.x + token.row * inputs.x_row + columns.to(tl.int64) * inputs.x_column, mask=readable, other=0.0)
+    x = tl.load(
+        inputs.x + token.row * inputs.x_row + columns.to(tl.int64) * inputs.x_column,
+        mask=readable,
+        other=0.0,
+    )
     token = Token(
-        token.row, token.n, token.merged, token.whole, token.ignored, token.student_scale, token.places, start,
-        written, readable, token.loss,
-    )  # fmt: skip
+        token.row,
+        token.n,
+        token.merged,
+        token.whole,
+        token.ignored,
+        token.student_scale,
+        token.places,
+        start,
+        written,
+        readable,
+        token.loss,
+    )
     dz = tile_gradient(
-        widen(x), columns, first, chunk, token, grads, families, inputs, rows, start, valid_width, PADDED, BLOCK
+        widen(x),
+        columns,
+        first,
+        chunk,
+        token,
+        grads,
+        families,
+        inputs,
+        rows,
+        start,
+        valid_width,
+        PADDED,
+        BLOCK,
     )
     # its place is computed here: what is known before takes registers all along
     dx = dx_ptr + token.row * dx_row + columns.to(tl.int64) * dx_column
@@ -161,10 +238,25 @@ def _store_gradient(
 
 
 @triton.jit
-def _gradient_part(
-    program, dx_ptr, dx_row, dx_column, inputs, merged_ptr, grads, loss, exact, families, rows, n_rows, start,
-    valid_width, STEP: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def gradient_part(
+    program,
+    dx_ptr,
+    dx_row,
+    dx_column,
+    inputs,
+    merged_ptr,
+    grads,
+    loss,
+    exact,
+    families,
+    rows,
+    n_rows,
+    start,
+    valid_width,
+    STEP: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """STEP columns of one row of the gradient, by their number."""
     PLAIN: tl.constexpr = exact.ids is None and exact.sets is None and exact.entries is None
     steps = tl.cdiv(inputs.width, STEP)
@@ -177,37 +269,123 @@ def _gradient_part(
     teacher_scale, a = teacher_scales(inputs, row, n_rows)
     chunk = Chunk(row, 0, valid_width, start, -1, False, ignored, pre, post, teacher_scale, a)
     token = Token(
-        row, n, merged, whole, ignored, a, Lists(start, start, start), start, False, False, loss_of_row(loss, row)
+        row,
+        n,
+        merged,
+        whole,
+        ignored,
+        a,
+        Lists(start, start, start),
+        start,
+        False,
+        False,
+        loss_of_row(loss, row),
     )
     end = tl.minimum(first + STEP, inputs.width)
     if not PLAIN:
         valid_end = tl.minimum(end, valid_width)
         # by name: Triton 3.6 loses the fields of records in a tuple that grows
-        ids = store_exact(exact, first, valid_end, chunk, token, grads, families, inputs, rows, valid_width, 0, PUT)
-        sets = store_exact(exact, first, valid_end, chunk, token, grads, families, inputs, rows, valid_width, 1, PUT)
-        entries = store_exact(exact, first, valid_end, chunk, token, grads, families, inputs, rows, valid_width, 2, PUT)
+        ids = store_exact(
+            exact,
+            first,
+            valid_end,
+            chunk,
+            token,
+            grads,
+            families,
+            inputs,
+            rows,
+            valid_width,
+            0,
+            PUT,
+        )
+        sets = store_exact(
+            exact,
+            first,
+            valid_end,
+            chunk,
+            token,
+            grads,
+            families,
+            inputs,
+            rows,
+            valid_width,
+            1,
+            PUT,
+        )
+        entries = store_exact(
+            exact,
+            first,
+            valid_end,
+            chunk,
+            token,
+            grads,
+            families,
+            inputs,
+            rows,
+            valid_width,
+            2,
+            PUT,
+        )
         tl.debug_barrier()  # the logits there are read
     if STEP == BLOCK:
         _store_gradient(
-            dx_ptr, dx_row, dx_column, first, chunk, token, grads, families, inputs, rows, start, valid_width, PADDED,
+            dx_ptr,
+            dx_row,
+            dx_column,
+            first,
+            chunk,
+            token,
+            grads,
+            families,
+            inputs,
+            rows,
+            start,
+            valid_width,
+            PADDED,
             BLOCK,
-        )  # fmt: skip
+        )
     else:
         BYTES: tl.constexpr = BLOCK * inputs.x.dtype.element_ty.primitive_bitwidth // 8
         # stages of a teacher's and a bias's tiles, too, fit into 48 KiB
         STAGES: tl.constexpr = 3 if BYTES <= 4096 else (2 if BYTES <= 8192 else 1)
         for at in tl.range(first, end, BLOCK, num_stages=STAGES):
             _store_gradient(
-                dx_ptr, dx_row, dx_column, at, chunk, token, grads, families, inputs, rows, start, valid_width, PADDED,
+                dx_ptr,
+                dx_row,
+                dx_column,
+                at,
+                chunk,
+                token,
+                grads,
+                families,
+                inputs,
+                rows,
+                start,
+                valid_width,
+                PADDED,
                 BLOCK,
-            )  # fmt: skip
+            )
     if not PLAIN:
-        put_lists(dx_ptr + row * dx_row, dx_column, exact, ids, sets, entries, first, valid_end, start, PUT)
+        put_lists(
+            dx_ptr + row * dx_row,
+            dx_column,
+            exact,
+            ids,
+            sets,
+            entries,
+            first,
+            valid_end,
+            start,
+            PUT,
+        )
 
 
 @triton.jit(do_not_specialize=["n_rows", "start", "valid_width"])
 def gradient_kernel(
-    dx_ptr, dx_row, dx_column,  # [T, width] out; may be x itself
+    dx_ptr,
+    dx_row,
+    dx_column,  # [T, width] out; may be x itself
     inputs,  # Inputs
     merged_ptr,  # [R, T] fp32
     grads,  # upstream gradients by name, see `upstream`
@@ -215,60 +393,39 @@ def gradient_kernel(
     exact,  # Lists: memory for the gradient at their ids, None: it is not computed apart
     families,  # their GRADIENT
     rows,  # numbers of the merged rows by name
-    n_rows, start, valid_width,
-    PADDED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One program: one tile of one row of the gradient, or some, or COLUMNS and the gradient at the ids of lists there.
+    n_rows,
+    start,
+    valid_width,
+    PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program: one tile of one row of the gradient, or some, or COLUMNS and the gradient at the
+    ids of lists there.
 
     Rows run from the last to the first: what the forward read last is still in the L2 cache.
     """
     PLAIN: tl.constexpr = exact.ids is None and exact.sets is None and exact.entries is None
     TILES: tl.constexpr = SOFTCAP_TILES if inputs.post is not None and len(families) == 0 else 1
     STEP: tl.constexpr = TILES * BLOCK if PLAIN else COLUMNS  # as `gradient_columns` says
-    _gradient_part(
-        tl.num_programs(0) - 1 - tl.program_id(0), dx_ptr, dx_row, dx_column, inputs, merged_ptr, grads, loss, exact,
-        families, rows, n_rows, start, valid_width, STEP, PADDED, BLOCK,
-    )  # fmt: skip
-
-
-@triton.jit
-def _foresee(forecast_ptr, given, is_written, is_missed):
-    """Learn from the upstream gradient that came: see `one_read_kernel.Memory`."""
-    bits = given.to(tl.int32, bitcast=True) ^ 0x3F800000
-    same = tl.load(forecast_ptr) == bits
-    streak, patience = tl.load(forecast_ptr + 1), tl.load(forecast_ptr + 2)
-    grown, shrunk = tl.minimum(2 * patience + 1, MOST), tl.maximum(patience - 1, 0)
-    tl.store(forecast_ptr, bits)
-    tl.store(forecast_ptr + 1, tl.where(same, tl.minimum(streak + 1, MOST), 1))
-    tl.store(forecast_ptr + 2, tl.where(is_missed, grown, tl.where(is_written, shrunk, patience)))
-
-
-@triton.jit(do_not_specialize=["n_rows", "start", "valid_width"])
-def late_gradient_kernel(
-    dx_ptr, dx_row, dx_column,  # [T, width] in and out
-    inputs, merged_ptr, grads,  # as in `gradient_kernel`
-    loss,  # LossGradient, whose `inverse` [2] has the upstream gradient that dx was written for, NaN: for none
-    families, rows,
-    forecast_ptr,  # [4] int32 in and out, a record of `one_read_kernel.Memory`
-    n_rows, start, valid_width,
-    PADDED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Write the gradient, unless the forward has written it for the upstream gradient that came.
-
-    A few programs take all parts in turn, the last one first: programs that find nothing to do take time as well.
-    """
-    given, foreseen = tl.load(loss.upstream), tl.load(loss.inverse + 1).to(tl.float32)
-    is_something = foreseen == foreseen
-    same_bits = given.to(tl.int32, bitcast=True) == foreseen.to(tl.int32, bitcast=True)
-    is_written = is_something & same_bits
-    if tl.program_id(0) == 0:
-        _foresee(forecast_ptr, given, is_written, is_something & (same_bits == 0))
-    parts = tl.where(is_written, 0, n_rows * tl.cdiv(inputs.width, BLOCK))
-    for program in range(tl.program_id(0), parts, tl.num_programs(0)):
-        _gradient_part(
-            parts - 1 - program, dx_ptr, dx_row, dx_column, inputs, merged_ptr, grads, loss, Lists(), families, rows,
-            n_rows, start, valid_width, BLOCK, PADDED, BLOCK,
-        )  # fmt: skip
+    gradient_part(
+        tl.num_programs(0) - 1 - tl.program_id(0),
+        dx_ptr,
+        dx_row,
+        dx_column,
+        inputs,
+        merged_ptr,
+        grads,
+        loss,
+        exact,
+        families,
+        rows,
+        n_rows,
+        start,
+        valid_width,
+        STEP,
+        PADDED,
+        BLOCK,
+    )
 
 
 def gradient_columns(block: int, inputs, families: tuple, apart: bool = False) -> int:

@@ -1,5 +1,5 @@
-"""The merge of packets for any tuple of families, a launch of its own or the end of one that writes all packets; and
-that of the second exchange, for statistics that are known only then."""
+"""The merge of packets for any tuple of families, a launch of its own or the end of one that writes
+all packets; and that of the second exchange, for statistics that are known only then."""
 
 import triton
 import triton.language as tl
@@ -29,10 +29,20 @@ def add_packet(families, states, packet, terms, rows):
 
 @triton.jit
 def merge_tokens(
-    out, packets_ptr, inputs, memory, families, rows, n_rows, group,
-    PACKETS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Merge all packets of a group of BLOCK tokens in chunk order, in float64, and the target column."""
+    out,
+    packets_ptr,
+    inputs,
+    memory,
+    families,
+    rows,
+    n_rows,
+    group,
+    PACKETS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Merge all packets of a group of BLOCK tokens in chunk order, in float64, and the target
+    column."""
     # Packets that are read at once: more spill registers, and more than 8 compile for minutes.
     WIDE: tl.constexpr = PACKETS * (rows.packet.height - rows.packet.ids) > 96
     STEP: tl.constexpr = (4 if PACKETS == 8 else 1) if WIDE or PACKETS > 8 else PACKETS
@@ -48,7 +58,9 @@ def merge_tokens(
         states += (families[i].start(BLOCK),)
     for first in range(0, PACKETS, STEP):
         for k in tl.static_range(STEP):
-            packet = Packet(packet_pointer(packets_ptr, memory, turn, first + k, size, CHUNKS) + token, n, here)
+            packet = Packet(
+                packet_pointer(packets_ptr, memory, turn, first + k, size, CHUNKS) + token, n, here
+            )
             peak = tl.maximum(peak, read(packet, rows.packet.max, 0.0))
             states = peaks(families, states, packet, rows.packet)
     scale = 1.0
@@ -58,7 +70,9 @@ def merge_tokens(
             scale = tl.load(inputs.scales + n + token, mask=here, other=1.0)
     for first in range(0, PACKETS, STEP):
         for k in tl.static_range(STEP):
-            packet = Packet(packet_pointer(packets_ptr, memory, turn, first + k, size, CHUNKS) + token, n, here)
+            packet = Packet(
+                packet_pointer(packets_ptr, memory, turn, first + k, size, CHUNKS) + token, n, here
+            )
             terms = softmax.packet_softmax(packet, peak, scale, rows.packet)
             core = softmax.add_packet(core, packet, terms, rows.packet)
             states = add_packet(families, states, packet, terms, rows.packet)
@@ -78,10 +92,14 @@ def second_merge_kernel(
     packets_ptr,  # [packets, 2 S, T] fp32
     n_rows,
     SUM: tl.constexpr,  # number of the merged row of that name
-    MERGED: tl.constexpr, VALUES: tl.constexpr,  # R - S, K - S
-    STATISTICS: tl.constexpr, PACKETS: tl.constexpr, BLOCK: tl.constexpr,  # S
-):  # fmt: skip
-    """One program: the merge of the second exchange's packets of BLOCK tokens, in their order and in float64."""
+    MERGED: tl.constexpr,
+    VALUES: tl.constexpr,  # R - S, K - S
+    STATISTICS: tl.constexpr,
+    PACKETS: tl.constexpr,
+    BLOCK: tl.constexpr,  # S
+):
+    """One program: the merge of the second exchange's packets of BLOCK tokens, in their order and
+    in float64."""
     STEP: tl.constexpr = 8 if PACKETS % 8 == 0 else 1  # packets that are read at once
     n = n_rows.to(tl.int64)
     token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

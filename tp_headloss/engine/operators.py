@@ -1,6 +1,7 @@
 """Registered operators, so that `torch.compile` sees opaque, shape-inferable calls.
 
-They take the fields of `Tensors`, `Facts` and `LinearFacts`, plain values from which their schemas are made.
+They take the fields of `Tensors`, `Facts` and `LinearFacts`, plain values from which their schemas
+are made.
 """
 
 import functools
@@ -16,37 +17,53 @@ from .backend import load_backend
 from .request import Facts, Request, Tensors, accumulation_dtype
 
 _TYPES = {
-    torch.Tensor: "Tensor", torch.Tensor | MaybeNone: "Tensor?", int: "int", float: "float", str: "str", bool: "bool",
-    tuple[str, ...]: "str[]", torch.dtype: "ScalarType",
-}  # fmt: skip
+    torch.Tensor: "Tensor",
+    torch.Tensor | MaybeNone: "Tensor?",
+    int: "int",
+    float: "float",
+    str: "str",
+    bool: "bool",
+    tuple[str, ...]: "str[]",
+    torch.dtype: "ScalarType",
+}
 
 
 def schema_of(record, leave_out: tuple[str, ...] = ()) -> str:
     """The fields of a NamedTuple as the arguments of an operator's schema."""
     hints = typing.get_type_hints(record)
-    return ", ".join(f"{_TYPES[hints[name]]} {name}" for name in record._fields if name not in leave_out)
+    return ", ".join(
+        f"{_TYPES[hints[name]]} {name}" for name in record._fields if name not in leave_out
+    )
 
 
 def fields_of(*records) -> list:
     """The values of records as an operator takes them."""
-    return [list(field) if isinstance(field, tuple) else field for record in records for field in record]
+    return [
+        list(field) if isinstance(field, tuple) else field for record in records for field in record
+    ]
 
 
 def register(name: str, arguments: str, result: str, real, fake, *records):
-    """Define an operator whose last arguments are the fields of records; real and fake get the records."""
+    """Define an operator whose last arguments are the fields of records; real and fake get the
+    records."""
 
     def rebuilding(function):
         def operator(*args):
             built = []
             for record in reversed(records):
                 args, fields = args[: -len(record._fields)], args[-len(record._fields) :]
-                built.append(record(*(tuple(field) if isinstance(field, list) else field for field in fields)))
+                built.append(
+                    record(
+                        *(tuple(field) if isinstance(field, list) else field for field in fields)
+                    )
+                )
             return function(*args, *reversed(built))
 
         return operator
 
     def without_gradient(*args):
-        # the bridges of autograd call operators without gradients, a program of torch.export does not
+        # the bridges of autograd call operators without gradients, a program of torch.export does
+        # not
         if torch.is_grad_enabled():
             expect_no_gradient(*args)
         return rebuilding(real)(*args)
@@ -58,7 +75,8 @@ def register(name: str, arguments: str, result: str, real, fake, *records):
 
 
 def can_skip_dispatch(tensor) -> bool:
-    """True in plain eager mode, where calling the implementation directly saves the operator's overhead."""
+    """True in plain eager mode, where calling the implementation directly saves the operator's
+    overhead."""
     plain = type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter
     return plain and not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack()
 
@@ -96,7 +114,9 @@ def logits_gradient(request: Request, merged, grads: dict, *loss) -> torch.Tenso
         passes.write_gradient(out, request, merged, grads, *loss)
         return out
     given = [grads.get(name) for name in request.layout.gradients]
-    return torch.ops.tp_headloss.logits_gradient(*request.tensors, merged, given, *fields_of(request.facts))
+    return torch.ops.tp_headloss.logits_gradient(
+        *request.tensors, merged, given, *fields_of(request.facts)
+    )
 
 
 def _distinct(name: str, *args):
@@ -104,7 +124,8 @@ def _distinct(name: str, *args):
 
 
 def distinct_ids(name: str, *args):
-    """A call's lists of ids as backends take them, by "entries" or "known_sets" of the `backend` named last."""
+    """A call's lists of ids as backends take them, by "entries" or "known_sets" of the `backend`
+    named last."""
     if can_skip_dispatch(args[0]):
         return _distinct(name, *args)
     return getattr(torch.ops.tp_headloss, name)(*args)
@@ -123,25 +144,41 @@ def _gather_tokens(x, world_size, group_name):
 _TENSORS = schema_of(Tensors)
 register("statistics", _TENSORS, "Tensor[]", _statistics, _statistics_fake, Facts)
 register(
-    "logits_gradient", f"{_TENSORS}, Tensor merged, Tensor?[] grads", "Tensor",
-    _logits_gradient, lambda logits, *_: torch.empty_like(logits), Facts,
-)  # fmt: skip
+    "logits_gradient",
+    f"{_TENSORS}, Tensor merged, Tensor?[] grads",
+    "Tensor",
+    _logits_gradient,
+    lambda logits, *_: torch.empty_like(logits),
+    Facts,
+)
 register(
     "entries",
-    "Tensor ids, Tensor log_probs, Tensor? scales, float scale, bool renormalize, int vocab_size, str backend",
-    "(Tensor, Tensor)", functools.partial(_distinct, "entries"), _entries_fake,
-)  # fmt: skip
+    "Tensor ids, Tensor log_probs, Tensor? scales, float scale, bool renormalize, int vocab_size, "
+    "str backend",
+    "(Tensor, Tensor)",
+    functools.partial(_distinct, "entries"),
+    _entries_fake,
+)
 register(
-    "known_sets", "Tensor ids, Tensor spans, int vocab_size, SymInt? most, str backend", "(Tensor, Tensor)",
+    "known_sets",
+    "Tensor ids, Tensor spans, int vocab_size, SymInt? most, str backend",
+    "(Tensor, Tensor)",
     functools.partial(_distinct, "known_sets"),
     lambda ids, spans, *_: (torch.empty_like(ids, dtype=torch.int32), torch.empty_like(spans)),
-)  # fmt: skip
+)
 register(
-    "gather_tokens", "Tensor x, int world_size, str group_name", "Tensor", _gather_tokens,
+    "gather_tokens",
+    "Tensor x, int world_size, str group_name",
+    "Tensor",
+    _gather_tokens,
     lambda x, size, _: x.new_empty(size * x.shape[0], *x.shape[1:]),
-)  # fmt: skip
+)
 register(
-    "reduce_tokens", "Tensor x, str how, int world_size, str group_name", "Tensor",
+    "reduce_tokens",
+    "Tensor x, str how, int world_size, str group_name",
+    "Tensor",
     lambda x, *how: comm.reduce_hidden(x.clone(memory_format=torch.contiguous_format), *how)(),
-    lambda x, how, size, _: x.new_empty(x.shape[0] // (size if how == "reduce_scatter" else 1), *x.shape[1:]),
-)  # fmt: skip
+    lambda x, how, size, _: x.new_empty(
+        x.shape[0] // (size if how == "reduce_scatter" else 1), *x.shape[1:]
+    ),
+)

@@ -1,6 +1,8 @@
-"""Registration of statistics of one's own: their names, then one try of their methods on small numbers.
+"""Registration of statistics of one's own: their names, then one try of their methods on small
+numbers.
 
-Rows and statistics are known by name, in plain torch and in device functions, so that a name has one owner.
+Rows and statistics are known by name, in plain torch and in device functions, so that a name has
+one owner.
 """
 
 import keyword
@@ -17,29 +19,32 @@ from .trial import GRADIENT, LABELS, Trial, has_own, try_family
 # Methods that return names, and how an error calls these names
 ROWS = {"packet_rows": "packet rows", "merged_rows": "merged rows", "second_rows": "second rows"}
 REPORTED = ("value_rows", "flags", "per_id", "second_rows")
-OF_CARRIERS = ("owners", "logits_at", "ids", "height")  # names that carriers themselves give to rows
+# names that carriers themselves give to rows
+OF_CARRIERS = ("owners", "logits_at", "ids", "height")
 
 
 @checked
 def register_statistic(family: Annotated[Family, Instance(Family)]) -> None:
-    """Make statistics of one's own known, as names for `want`, on logits and hidden states and with both backends.
+    """Make statistics of one's own known, as names for `want`, on logits and hidden states and with
+    both backends.
 
-    Their values are attributes of `VocabStatistics`. Ranks register the same families, in any order. The
-    methods in plain torch are tried once on small numbers, where they must agree: a vocabulary in one part
-    and in two, with a label and without, and the gradient with finite differences.
+    Their values are attributes of `VocabStatistics`. Ranks register the same families, in any
+    order. The methods in plain torch are tried once on small numbers, where they must agree: a
+    vocabulary in one part and in two, with a label and without, and the gradient with finite
+    differences.
 
     Args:
-        family: what is summed over the vocabulary, how sums merge and what is differentiated, in plain torch,
-            and the same as device functions for Triton (`device`). The guide "Your own loss" explains each
-            method, and `statistics.family` has the contract.
+        family: what is summed over the vocabulary, how sums merge and what is differentiated, in
+            plain torch, and the same as device functions for Triton (`device`). The guide "Your own
+            loss" explains each method, and `statistics.family` has the contract.
 
     Returns:
         None.
 
     Raises:
         TypeError: no `Family`.
-        ValueError: a statistic or a row with a name that is taken, a family without methods that its rows
-            need, or methods that do not agree, with their names.
+        ValueError: a statistic or a row with a name that is taken, a family without methods that
+            its rows need, or methods that do not agree, with their names.
 
     Examples:
         >>> from energy_statistic import Energy  # examples/energy_statistic
@@ -63,18 +68,23 @@ def _check_statistics(family: Family) -> None:
         names = getattr(family, field)
         if not isinstance(names, tuple) or not all(map(_is_name, names)):
             raise ValueError(
-                f"{type(family).__name__}.{field} must be a tuple of names such as ('energy',), got {names!r}"
+                f"{type(family).__name__}.{field} must be a tuple of names such as ('energy',), "
+                f"got {names!r}"
             )
     own = _reported(family)
     others = {name for known in statistics.FAMILIES for name in _reported(known)}
     taken = sorted(own & {*others, *known_statistics(), *OF_CARRIERS, *dir(VocabStatistics)})
     if taken or not family.statistics:
         raise ValueError(
-            f"family must have statistics with names of their own, got {list(family.statistics)}, of which "
-            f"{taken} are taken: in one process, register a family once, and start another to change it"
+            f"family must have statistics with names of their own, got {list(family.statistics)}, "
+            f"of which {taken} are taken: in one process, register a family once, and start "
+            "another to change it"
         )
     if unknown := sorted(set(family.gradients) - own):
-        raise ValueError(f"{type(family).__name__}.gradients must be among its statistics {sorted(own)}, got {unknown}")
+        raise ValueError(
+            f"{type(family).__name__}.gradients must be among its statistics {sorted(own)}, got "
+            f"{unknown}"
+        )
 
 
 def _check_rows(family: Family) -> None:
@@ -85,17 +95,21 @@ def _check_rows(family: Family) -> None:
         if taken := [row for row in own if row in others or row in OF_CARRIERS]:
             owner = _described(others[taken[0]]) if taken[0] in others else "every call"
             raise ValueError(
-                f"the {kind} of {_described(family)} must have names of their own, got {taken[0]!r}, which "
-                f"{owner} has: name rows after the statistic, ({family.statistics[0]!r},), and where a class "
-                "has several instances, in its __init__"
+                f"the {kind} of {_described(family)} must have names of their own, got "
+                f"{taken[0]!r}, which {owner} has: name rows after the statistic, "
+                f"({family.statistics[0]!r},), and where a class has several instances, in its "
+                "__init__"
             )
         if wrong := [row for row in own if not _is_name(row)]:
             raise ValueError(f"the {kind} of {_described(family)} must be names, got {wrong[0]!r}")
-    extrema = [row for row in owners_of_rows("packet_rows", (family,)) if row.endswith(("max", "shift"))]
+    extrema = [
+        row for row in owners_of_rows("packet_rows", (family,)) if row.endswith(("max", "shift"))
+    ]
     if extrema and not has_own(family, "merge"):
         raise ValueError(
-            f"{_described(family)} must have a `merge` of its own for the packet row {extrema[0]!r}: a name "
-            "that ends in max or shift is that of a maximum, others are sums"
+            f"{_described(family)} must have a `merge` of its own for the packet row "
+            f"{extrema[0]!r}: a name that ends in max or shift is that of a maximum, others are "
+            "sums"
         )
 
 
@@ -105,11 +119,15 @@ def _check_methods(family: Family) -> None:
     needed = ({"finish"}, True), ({"local"}, family.packet), (set(GRADIENT), family.gradients)
     missing = [" or ".join(sorted(names)) for names, used in needed if used and not own & names]
     if missing:
-        raise ValueError(f"family {type(family).__name__} must have methods of its own, got no {', no '.join(missing)}")
+        raise ValueError(
+            f"family {type(family).__name__} must have methods of its own, got no "
+            f"{', no '.join(missing)}"
+        )
 
 
 def _check_results(trial: Trial) -> None:
-    """Raise ValueError if `merge` or `finish` return rows of other families, whose numbers they would replace."""
+    """Raise ValueError if `merge` or `finish` return rows of other families, whose numbers they
+    would replace."""
     family, request = trial.family, trial.request(LABELS)
     packets = torch.zeros(request.packets_shape, dtype=torch.float64)
     eager.local_statistics(packets, request)
@@ -129,8 +147,8 @@ def _expect_own(family: Family, method: str, found: dict, kinds: tuple[str, ...]
     shifts = {f"{row.removesuffix('max')}shift" for row in others if row.endswith("max")}
     if taken := sorted(found.keys() & {*others, *shifts, *OF_CARRIERS}):
         raise ValueError(
-            f"{type(family).__name__}.{method} must return rows of its own, got {taken} of other families, "
-            "too: its argument has the rows of all"
+            f"{type(family).__name__}.{method} must return rows of its own, got {taken} of other "
+            "families, too: its argument has the rows of all"
         )
 
 
@@ -140,9 +158,17 @@ def _described(family: Family) -> str:
 
 def _reported(family: Family) -> set[str]:
     """Names of a family's statistics and of whatever else it reports."""
-    return {*family.statistics, *(name for kind in REPORTED for name in owners_of_rows(kind, (family,)))}
+    return {
+        *family.statistics,
+        *(name for kind in REPORTED for name in owners_of_rows(kind, (family,))),
+    }
 
 
 def _is_name(name: Any) -> bool:
     """True for a name that an attribute can have."""
-    return isinstance(name, str) and name.isidentifier() and name[0] != "_" and not keyword.iskeyword(name)
+    return (
+        isinstance(name, str)
+        and name.isidentifier()
+        and name[0] != "_"
+        and not keyword.iskeyword(name)
+    )

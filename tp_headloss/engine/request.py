@@ -1,4 +1,5 @@
-"""One call as one value: `Request` holds its tensors, static facts, layout of rows, and order of tokens."""
+"""One call as one value: `Request` holds its tensors, static facts, layout of rows, and order of
+tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from ..statistics import Layout, MaybeNone, layout_of
 
 
 class Facts(NamedTuple):
-    """Everything static about a call: plain numbers and names, in the order of the registered operators' schema."""
+    """Everything static about a call: plain numbers and names, in the order of the registered
+    operators' schema."""
 
     start: int  # first vocabulary id of the shard
     valid_width: int  # columns of the shard that are true ids; the rest is padding
@@ -30,7 +32,8 @@ class Facts(NamedTuple):
     backend: str
     transport: str
     teacher_scale: float = 1.0  # factor of the teacher's logits
-    student_scale: float = 1.0  # factor of the student's transformed logits where they meet the teacher's
+    # factor of the student's transformed logits where they meet the teacher's
+    student_scale: float = 1.0
     beta: float = 0.5  # the teacher's share of the Jensen-Shannon mixture
 
     @property
@@ -45,12 +48,14 @@ def without_gaps(x: Any) -> Any:
 
 
 def place_of(x: torch.Tensor) -> tuple:
-    """Strides and alignment, which Triton compiles in, of a tensor whose shape and dtype are known."""
+    """Strides and alignment, which Triton compiles in, of a tensor whose shape and dtype are
+    known."""
     return x.stride(), x.data_ptr() % 16
 
 
 class Tensors(NamedTuple):
-    """Tensors that the backends read, by rows [N, ..] of one rank; an absent tensor switches its part off."""
+    """Tensors that the backends read, by rows [N, ..] of one rank; an absent tensor switches its
+    part off."""
 
     logits: torch.Tensor  # [N, width]
     labels: torch.Tensor | MaybeNone = None  # [N]
@@ -58,25 +63,40 @@ class Tensors(NamedTuple):
     temperatures: torch.Tensor | MaybeNone = None  # [N], instead of the facts' number
     column_weight: torch.Tensor | MaybeNone = None  # [width]
     teacher: torch.Tensor | MaybeNone = None  # [N, width]
-    scales: torch.Tensor | MaybeNone = None  # [2, N], instead of the facts' teacher_scale and student_scale
+    # [2, N], instead of the facts' teacher_scale and student_scale
+    scales: torch.Tensor | MaybeNone = None
     # [N, K] int32 of a top-K teacher: distinct, ascending, the largest: none
     entries: torch.Tensor | MaybeNone = None
     entry_log_probs: torch.Tensor | MaybeNone = None  # [N, K] fp32, -inf where there is none
-    sets: torch.Tensor | MaybeNone = None  # [all] int32 ids of all tokens' sets, each once, negative: none
+    # [all] int32 ids of all tokens' sets, each once, negative: none
+    sets: torch.Tensor | MaybeNone = None
     set_spans: torch.Tensor | MaybeNone = None  # [N, 2] int64 bounds of each token's set among them
-    label_logits: torch.Tensor | MaybeNone = None  # [N] z of the labels, which `passes.with_label_logits` finds
-    ids: torch.Tensor | MaybeNone = None  # [N, K] int32 whose log-probs are asked for, see `statistics.at_ids`
+    # [N] z of the labels, which `passes.with_label_logits` finds
+    label_logits: torch.Tensor | MaybeNone = None
+    # [N, K] int32 whose log-probs are asked for, see `statistics.at_ids`
+    ids: torch.Tensor | MaybeNone = None
 
     @classmethod
     def saved(cls, *tensors) -> Tensors:
-        """Tensors that autograd saved, as kernels take them: all but logits and a teacher without gaps, whatever hooks
-        of saved tensors, as offloading has them, made of their strides."""
+        """Tensors that autograd saved, as kernels take them: all but logits and a teacher without
+        gaps, whatever hooks of saved tensors, as offloading has them, made of their strides."""
         strided = cls._fields.index("logits"), cls._fields.index("teacher")
-        found: list[Any] = [x if x is None or i in strided else x.contiguous() for i, x in enumerate(tensors)]
+        found: list[Any] = [
+            x if x is None or i in strided else x.contiguous() for i, x in enumerate(tensors)
+        ]
         return cls(*found)
 
 
-PER_TOKEN = "labels", "temperatures", "teacher", "entries", "entry_log_probs", "set_spans", "label_logits", "ids"
+PER_TOKEN = (
+    "labels",
+    "temperatures",
+    "teacher",
+    "entries",
+    "entry_log_probs",
+    "set_spans",
+    "label_logits",
+    "ids",
+)
 PER_COLUMN = "bias", "column_weight", "teacher"
 
 
@@ -105,8 +125,8 @@ class Request(NamedTuple):
     order: TokenOrder | MaybeNone = None  # how the caller's tokens became rows
     shard: VocabShard | MaybeNone = None
     teacher_head: TeacherOperands = TeacherOperands()
-    steps: dict | MaybeNone = None  # of calls of this kind, see `loss_step_triton`; None: they are not remembered
-    step: Any = None  # the one whose launches write and merge the packets of this call
+    # those of calls of this kind, see `ways.way_of`; None: it is not remembered
+    ways: dict | MaybeNone = None
 
     @classmethod
     def of(cls, tensors, facts: Facts) -> Request:
@@ -130,7 +150,9 @@ class Request(NamedTuple):
     def columns(self, here: slice) -> Request:
         """The request of some columns of the shard; its logits are those columns already."""
         tensors, facts = self.tensors, self.facts
-        parts = {name: x[..., here] for name in PER_COLUMN if (x := getattr(tensors, name)) is not None}
+        parts = {
+            name: x[..., here] for name in PER_COLUMN if (x := getattr(tensors, name)) is not None
+        }
         valid = min(max(facts.valid_width - here.start, 0), here.stop - here.start)
         facts = facts._replace(start=facts.start + here.start, valid_width=valid)
         return self._replace(tensors=tensors._replace(**parts), facts=facts)
@@ -142,9 +164,11 @@ def accumulation_dtype(logits_dtype: torch.dtype) -> torch.dtype:
 
 
 class TokenOrder:
-    """Tokens in the logits' memory order, so that a transposed [S, B, V] needs no copy: only per-token vectors move.
+    """Tokens in the logits' memory order, so that a transposed [S, B, V] needs no copy: only
+    per-token vectors move.
 
-    On several ranks in their logical order: all must have the same, and each sees only its own logits' memory.
+    On several ranks in their logical order: all must have the same, and each sees only its own
+    logits' memory.
     """
 
     def __init__(self, logits: torch.Tensor, inplace: bool, alone: bool):
@@ -154,7 +178,8 @@ class TokenOrder:
             self.shape: Sequence[int] = logits.shape[:1]
             self.rows, self.is_plain = logits.shape[0], True
             return
-        order: list[int] = []  # by descending stride; by hand, because a traced stride may be compared but not sorted
+        # by descending stride; by hand, because a traced stride may be compared but not sorted
+        order: list[int] = []
         for d in range(lead):
             at = len(order)
             while alone and at > 0 and logits.stride(order[at - 1]) < logits.stride(d):
@@ -162,11 +187,13 @@ class TokenOrder:
             order.insert(at, d)
         self.permutation = None if order == list(range(lead)) else order
         self.shape = [logits.shape[d] for d in order]
-        self.rows, self.is_plain = math.prod(self.shape), lead == 1  # whether rows are the caller's tokens
+        # whether rows are the caller's tokens
+        self.rows, self.is_plain = math.prod(self.shape), lead == 1
         if inplace and self.rows and not self._can_be_overwritten(logits, order):
             raise ValueError(
-                "inplace=True needs logits whose leading dimensions form one row stride and whose elements do not "
-                f"share memory, got shape {list(logits.shape)} with strides {list(logits.stride())}"
+                "inplace=True needs logits whose leading dimensions form one row stride and whose "
+                f"elements do not share memory, got shape {list(logits.shape)} with strides "
+                f"{list(logits.stride())}"
             )
 
     def _can_be_overwritten(self, logits, order) -> bool:
@@ -196,4 +223,6 @@ class TokenOrder:
         if self.permutation is None:
             return x
         lead = len(self.shape)
-        return x.permute(*(self.permutation.index(d) for d in range(lead)), *range(lead, lead + len(trailing)))
+        return x.permute(
+            *(self.permutation.index(d) for d in range(lead)), *range(lead, lead + len(trailing))
+        )

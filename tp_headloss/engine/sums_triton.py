@@ -1,10 +1,22 @@
-"""Triton kernels that reduce per-token values to a loss and sums, as `head_loss.reduction` defines them."""
+"""Triton kernels that reduce per-token values to a loss and sums, as `head_loss.reduction` defines
+them."""
 
 import torch
 import triton
 import triton.language as tl
 
-from .launch import AGAIN, AGAIN_PROGRAMS, SCALE, SUMS, SUMS_GRADIENT, ceil_div, dtype_key, int_key, launch, pointer_key
+from .launch import (
+    AGAIN,
+    AGAIN_PROGRAMS,
+    SCALE,
+    SUMS,
+    SUMS_GRADIENT,
+    ceil_div,
+    dtype_key,
+    int_key,
+    launch,
+    pointer_key,
+)
 
 
 @triton.jit
@@ -23,10 +35,14 @@ def sums_kernel(
     weight_ptr,  # [T] fp32 token weights or None
     denominator_ptr,  # [] fp64 or None: then `denominator`, or the count
     coefficients,  # floats c_i of the first values
-    denominator, n_rows,
-    SQUARES: tl.constexpr, NEGATIVES: tl.constexpr,  # bits: which values are squared, which sums negated
-    BY_COUNT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    denominator,
+    n_rows,
+    # bits: which values are squared, which sums negated
+    SQUARES: tl.constexpr,
+    NEGATIVES: tl.constexpr,
+    BY_COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Sum all tokens in a single program, in float64 and a fixed order, and round each sum once."""
     n = n_rows.to(tl.int64)
     count = tl.zeros([BLOCK], tl.float64)
@@ -39,13 +55,17 @@ def sums_kernel(
         valid = tl.load(valid_ptr + token, mask=here, other=0) != 0
         weight = valid.to(tl.float64)
         if weight_ptr is not None:
-            weight = tl.where(valid, tl.load(weight_ptr + token, mask=here, other=0.0), 0.0).to(tl.float64)
+            weight = tl.where(valid, tl.load(weight_ptr + token, mask=here, other=0.0), 0.0).to(
+                tl.float64
+            )
             valid = valid & (weight != 0.0)  # a loss mask, whatever the values are
         count += weight
         grown = ()
         for i in tl.static_range(len(value_ptrs)):
             # no load waits for another
-            value = tl.where(valid, tl.load(value_ptrs[i] + token, mask=here, other=0), 0).to(tl.float64)
+            value = tl.where(valid, tl.load(value_ptrs[i] + token, mask=here, other=0), 0).to(
+                tl.float64
+            )
             if (SQUARES >> i) & 1:
                 value *= value
             grown += (tl.fma(value, weight, totals[i]),)
@@ -71,11 +91,16 @@ def sums_kernel(
 def sums_gradient_kernel(
     g_ptr,  # [S, T] fp32 out: d loss / d value where valid, 0 elsewhere
     upstream_ptr,  # [] fp32: gradient of the loss
-    value_ptrs, valid_ptr, weight_ptr,  # as in `sums_kernel`
+    value_ptrs,
+    valid_ptr,
+    weight_ptr,  # as in `sums_kernel`
     inverse_ptr,  # [] fp64 of `sums_kernel`
-    coefficients, n_rows,
-    SQUARES: tl.constexpr, NEGATIVES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    coefficients,
+    n_rows,
+    SQUARES: tl.constexpr,
+    NEGATIVES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Compute the gradients of BLOCK tokens with respect to the values of every term."""
     n = n_rows.to(tl.int64)
     token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -113,8 +138,10 @@ def scale_kernel(
 def gradient_for_kernel(
     gradient_ptr,  # [T, width] in and out, contiguous
     upstream_ptr,  # [] fp32
-    n_rows, width, BLOCK: tl.constexpr,
-):  # fmt: skip
+    n_rows,
+    width,
+    BLOCK: tl.constexpr,
+):
     """Multiply a gradient by an upstream gradient, if that is not 1."""
     given = tl.load(upstream_ptr)
     n = tl.where(given == 1.0, 0, n_rows.to(tl.int64) * width)
@@ -135,22 +162,47 @@ def sums_key(values, valid, reduction) -> tuple:
     """Everything about sums that Triton compiles into their kernel."""
     plan, weight, denominator, *_ = reduction
     return (
-        valid.device, plan.squares, plan.negatives, len(plan.coefficients), denominator is None, valid.dtype,
-        dtype_key(weight), pointer_key(divided_by(denominator)[0]), *[value.dtype for value in values],
-    )  # fmt: skip
+        valid.device,
+        plan.squares,
+        plan.negatives,
+        len(plan.coefficients),
+        denominator is None,
+        valid.dtype,
+        dtype_key(weight),
+        pointer_key(divided_by(denominator)[0]),
+        *[value.dtype for value in values],
+    )
 
 
 def token_sums(values, valid, reduction):
-    """Values [N] each -> loss [], sums [S + 1] (of each value, then the count), and 1 / the divisor [] fp64."""
+    """Values [N] each -> loss [], sums [S + 1] (of each value, then the count), and 1 / the divisor
+    [] fp64."""
     plan, weight, denominator, *_ = reduction
     sums = valid.new_empty(len(values) + 1, dtype=torch.float32)
-    loss, inverse = valid.new_empty((), dtype=torch.float32), valid.new_empty((), dtype=torch.float64)
+    loss, inverse = (
+        valid.new_empty((), dtype=torch.float32),
+        valid.new_empty((), dtype=torch.float64),
+    )
     given, number = divided_by(denominator)
     launch(
-        sums_kernel, 1, sums_key(values, valid, reduction), SUMS,
-        sums, inverse, loss, values, valid, weight, given, plan.coefficients, number, valid.numel(),
-        plan.squares, plan.negatives, denominator is None,
-    )  # fmt: skip
+        sums_kernel,
+        1,
+        sums_key(values, valid, reduction),
+        SUMS,
+        sums,
+        inverse,
+        loss,
+        values,
+        valid,
+        weight,
+        given,
+        plan.coefficients,
+        number,
+        valid.numel(),
+        plan.squares,
+        plan.negatives,
+        denominator is None,
+    )
     return loss, sums, inverse
 
 
@@ -162,21 +214,44 @@ def token_sums_gradient(upstream, values, valid, weight, inverse, plan):
         bits, kinds = (plan.squares, plan.negatives), [value.dtype for value in values]
         variant = valid.device, *bits, pointer_key(upstream), valid.dtype, dtype_key(weight), *kinds
         launch(
-            sums_gradient_kernel, ceil_div(n_rows, SUMS_GRADIENT.block), variant, SUMS_GRADIENT,
-            out, upstream, values, valid, weight, inverse, plan.coefficients, n_rows, *bits,
-        )  # fmt: skip
+            sums_gradient_kernel,
+            ceil_div(n_rows, SUMS_GRADIENT.block),
+            variant,
+            SUMS_GRADIENT,
+            out,
+            upstream,
+            values,
+            valid,
+            weight,
+            inverse,
+            plan.coefficients,
+            n_rows,
+            *bits,
+        )
     return out
 
 
 def scale(out, x, factor, add: bool = False):
-    """out (+)= x * factor, contiguous, a scalar tensor; torch's own is slow with a factor that is on the device."""
+    """out (+)= x * factor, contiguous, a scalar tensor; torch's own is slow with a factor that is
+    on the device."""
     if out.numel():
         variant = out.device, int_key(out.numel()), add, *map(pointer_key, (out, x, factor))
-        launch(scale_kernel, ceil_div(out.numel(), SCALE.block), variant, SCALE, out, x, factor, out.numel(), add)
+        launch(
+            scale_kernel,
+            ceil_div(out.numel(), SCALE.block),
+            variant,
+            SCALE,
+            out,
+            x,
+            factor,
+            out.numel(),
+            add,
+        )
 
 
 def gradient_for(gradient, upstream):
-    """Make a gradient that was written for an upstream gradient of 1 of the loss that of another one, in place."""
+    """Make a gradient that was written for an upstream gradient of 1 of the loss that of another
+    one, in place."""
     programs = min(AGAIN_PROGRAMS, ceil_div(gradient.numel(), AGAIN.block))
     variant = gradient.device, pointer_key(gradient), pointer_key(upstream)
     launch(gradient_for_kernel, programs, variant, AGAIN, gradient, upstream, *gradient.shape)

@@ -1,11 +1,13 @@
-"""One try of a new family on a few numbers in float64, because a wrong method raises nothing in a call.
+"""One try of a new family on a few numbers in float64, because a wrong method raises nothing in a
+call.
 
-A family says the same thing several times: `rescale` and `target` repeat what `local` sums up, and the
-gradient repeats all of them. Each check compares two ways to one result, and its error names the methods
-that only one of them takes. The order of the checks matters: each relies on what those before it found.
+A family says the same thing several times: `rescale` and `target` repeat what `local` sums up, and
+the gradient repeats all of them. Each check compares two ways to one result, and its error names
+the methods that only one of them takes. The order of the checks matters: each relies on what those
+before it found.
 
-A try takes some hundredths of a second, on the CPU and without other ranks. It cannot tell whether the
-statistic is the one that was meant, and it looks at the methods in plain torch alone.
+A try takes some hundredths of a second, on the CPU and without other ranks. It cannot tell whether
+the statistic is the one that was meant, and it looks at the methods in plain torch alone.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from ..statistics import Family, Layout
 from . import eager, passes
 from .request import Facts, Request, Tensors
 
-# Four tokens and six ids. The maximum is in either half of the ids, and the label is the maximum of two tokens.
+# Four tokens and six ids. The maximum is in either half of the ids, and the label is the maximum of
+# two tokens.
 LOGITS = (
     (1.327, -0.713, 0.438, -1.891, 0.862, -0.247),
     (-0.384, 0.279, -1.163, 0.617, 2.142, -0.859),
@@ -33,7 +36,8 @@ WIDTH, HALF = 6, 3
 ABSENT = 1  # columns of -inf after the six
 Labels: TypeAlias = tuple[int, ...] | None
 STEP = 4e-3  # of finite differences, and twice as much
-# Both are relative to the largest number. A family may sum up in fp32, and finite differences have errors.
+# Both are relative to the largest number. A family may sum up in fp32, and finite differences have
+# errors.
 VALUE_TOLERANCE = 1e-5
 SLOPE_TOLERANCE = 1e-4
 
@@ -43,7 +47,8 @@ SUMS = ("local", "merge", "join")
 
 @torch.no_grad()
 def try_family(trial: Trial) -> None:
-    """Raise ValueError that names the method that is wrong, unless a family's methods say one thing."""
+    """Raise ValueError that names the method that is wrong, unless a family's methods say one
+    thing."""
     trial.check_sums()
     if trial.has_values_without_labels():
         trial.check_label()
@@ -121,7 +126,8 @@ class Trial:
         return {name: x for name, x in zip(layout.values, outputs[1]) if name in own}
 
     def check_sums(self) -> None:
-        """Compare values of one chunk with those of two, of ranks that add up, and with columns of -inf."""
+        """Compare values of one chunk with those of two, of ranks that add up, and with columns of
+        -inf."""
         whole = self.values(self.request(LABELS))
         absent = self.values(self.request(LABELS, WIDTH + ABSENT, ABSENT))
         self.compare(absent, whole, "with an id more, whose logit is -inf,", "without", ("local",))
@@ -133,7 +139,8 @@ class Trial:
             self.compare(self.added_up(cut), whole, words, "whole", ("merge",))
 
     def added_up(self, request: Request) -> dict[str, torch.Tensor]:
-        """Return the values that need one exchange, by the transport "sum", with a rank for each chunk."""
+        """Return the values that need one exchange, by the transport "sum", with a rank for each
+        chunk."""
         packets = torch.zeros(request.packets_shape, dtype=torch.float64)
         eager.local_statistics(packets, request)
         # a packet without columns, which makes the sums of all ranks relative to its maxima
@@ -144,7 +151,9 @@ class Trial:
         ranks = [torch.cat([packet, maxima]) for packet in packets.split(1)]
         (shift, sums), *others = [eager.merged_sums(packet, request.layout) for packet in ranks]
         for _, added in others:
-            sums |= {name: sums[name] + x for name, x in added.items() if not name.endswith("shift")}
+            sums |= {
+                name: sums[name] + x for name, x in added.items() if not name.endswith("shift")
+            }
         values = self.values(request, eager.finish(shift, sums, request, torch.float64))
         return {name: x for name, x in values.items() if name not in request.layout.second}
 
@@ -156,7 +165,8 @@ class Trial:
         self.compare(found, expected, *words, ("target", "rescale", *SUMS))
 
     def check_gradient(self, labels: Labels) -> None:
-        """Compare the gradient of each statistic with finite differences, and the gradient of none with 0."""
+        """Compare the gradient of each statistic with finite differences, and the gradient of none
+        with 0."""
         request = self.request(labels, HALF, ABSENT)
         merged = passes.statistics(request)[0]
         # as in a backward, which has no logits of labels
@@ -178,17 +188,21 @@ class Trial:
                 if not self.family.needs_label_logits:
                     raise
                 raise ValueError(
-                    f"{' or '.join(GRADIENT)} of family {type(self.family).__name__} must do without "
-                    f"tile.label_logits, which `local` alone has, got {error}"
+                    f"{' or '.join(GRADIENT)} of family {type(self.family).__name__} must do "
+                    f"without tile.label_logits, which `local` alone has, got {error}"
                 ) from error
             except KeyError as error:
                 raise ValueError(
-                    f"{' or '.join(GRADIENT)} of family {type(self.family).__name__} must ask whether an "
-                    f"upstream gradient is there, `if {error} in grads`: a loss need not use every statistic"
+                    f"{' or '.join(GRADIENT)} of family {type(self.family).__name__} must ask "
+                    f"whether an upstream gradient is there, `if {error} in grads`: a loss need "
+                    "not use every statistic"
                 ) from error
             words = "by these methods (0 where a logit is -inf)", "by finite differences"
             if name is None:
-                words = "where a loss has lse alone", "by a softmax (methods return what they get, or add to it)"
+                words = (
+                    "where a loss has lse alone",
+                    "by a softmax (methods return what they get, or add to it)",
+                )
             told = f"the gradient of lse + {name}" if name else "the gradient of lse"
             named = {told: found}, {told: expected}
             self.compare(*named, *words, (*GRADIENT, "finish", *SUMS), SLOPE_TOLERANCE)
@@ -202,7 +216,9 @@ class Trial:
         logits = torch.tensor(LOGITS, dtype=torch.float64)[:, None]
         moved = [logits + step * unit for step in (STEP, -STEP, 2 * STEP, -2 * STEP)]
         tokens = torch.arange(len(LOGITS)).repeat_interleave(WIDTH).repeat(len(moved))
-        values = self.values(self.rows_request(torch.cat(moved).flatten(0, 1), tokens, labels, WIDTH))
+        values = self.values(
+            self.rows_request(torch.cat(moved).flatten(0, 1), tokens, labels, WIDTH)
+        )
         found = {}
         for name, value in values.items():
             up, down, far_up, far_down = value.view(len(moved), len(LOGITS), WIDTH).unbind()
@@ -212,7 +228,8 @@ class Trial:
         return found
 
     def compare(self, found, expected, here, there, methods, tolerance=VALUE_TOLERANCE) -> None:
-        """Raise ValueError that names the methods, unless the numbers that are in both are equal."""
+        """Raise ValueError that names the methods, unless the numbers that are in both are
+        equal."""
         for name in found.keys() & expected.keys():
             a, b = found[name], expected[name]
             largest = float(torch.where(b.isfinite(), b.abs(), 0.0).max())

@@ -1,4 +1,5 @@
-"""The Triton backend: CUDA, or any device through Triton's interpreter. See `backend` for the contract."""
+"""The Triton backend: CUDA, or any device through Triton's interpreter. See `backend` for the
+contract."""
 
 import torch
 
@@ -10,7 +11,6 @@ from ..statistics.topk import distinct_entries
 from . import at_ids_triton, kernels
 from .device_inputs import inputs_of
 from .device_layout import DeviceLayout, device_layout
-from .late_gradient_triton import LateGradient  # noqa: F401 (part of the contract)
 from .launch import (
     AT_IDS,
     LABELS,
@@ -30,11 +30,12 @@ from .launch import (
     statistics_launch,
 )
 from .linear_triton import linear_gradient, linear_statistics  # noqa: F401 (part of the contract)
-from .loss_step_triton import NOT_SHARED, loss_step  # noqa: F401 (the second is part of the contract)
 from .merge_triton import second_merge_kernel
+from .one_read.late_gradient_triton import LateGradient  # noqa: F401 (part of the contract)
 from .request import Request
 from .sums_triton import gradient_for, scale, token_sums, token_sums_gradient  # noqa: F401 (part of the contract)
-from .transports.symmetric_memory_triton import SharedMemory
+from .transports.symmetric_memory_triton import shared_memory
+from .ways.prepared_triton import PreparedLaunches  # noqa: F401 (part of the contract)
 
 MOST_ENTRIES = 1024  # that one program sorts
 # statistics whose gradient is another at a list's ids than at other columns
@@ -49,41 +50,60 @@ def shares_memory(logits) -> bool:
 NO_LOSS = LossGradient()
 
 
-def _shared(memory) -> SharedMemory:
-    return NOT_SHARED if memory is None else SharedMemory(memory.turns, memory.slot, memory.peers)
-
-
 def label_logits(out, request: Request):
-    """Write the transformed logits [N] of the labels in this shard, and 0 where they are in another."""
+    """Write the transformed logits [N] of the labels in this shard, and 0 where they are in
+    another."""
     n_rows, facts, (inputs, prepared) = out.shape[0], request.facts, inputs_of(request)
     if n_rows:
         launch(
-            softmax_triton.label_logits_kernel, ceil_div(n_rows, LABELS.block), (out.device, prepared.variant), LABELS,
-            out, inputs, n_rows, facts.start, facts.valid_width,
-        )  # fmt: skip
+            softmax_triton.label_logits_kernel,
+            ceil_div(n_rows, LABELS.block),
+            (out.device, prepared.variant),
+            LABELS,
+            out,
+            inputs,
+            n_rows,
+            facts.start,
+            facts.valid_width,
+        )
 
 
 def local_statistics(packets, request: Request, memory=None):
     """Write this rank's packets [chunks, rows, N] fp32, into `memory`'s slot if there is one."""
     n_rows, facts = packets.shape[-1], request.facts
-    if request.step is not None:
-        request.step.write(packets, request, _shared(memory))
-        return
     if n_rows == 0:
         return
-    (inputs, prepared), shared, device = inputs_of(request), _shared(memory), packets.device
+    (inputs, prepared), shared, device = inputs_of(request), shared_memory(memory), packets.device
     rows, variant = prepared.rows, (device, prepared.variant, shared.slot)
     is_plain = inputs.pre is None and inputs.bias is None and inputs.student_scale is None
     if request.layout.per_id:
         launch(
-            at_ids_triton.at_ids_statistics_kernel, at_ids_programs(n_rows, inputs.n_ids), variant, AT_IDS,
-            packets, inputs, shared, rows.packet, n_rows, *prepared.bounds,
-        )  # fmt: skip
+            at_ids_triton.at_ids_statistics_kernel,
+            at_ids_programs(n_rows, inputs.n_ids),
+            variant,
+            AT_IDS,
+            packets,
+            inputs,
+            shared,
+            rows.packet,
+            n_rows,
+            *prepared.bounds,
+        )
     launch(
-        kernels.statistics_kernel, n_rows * facts.chunks, variant,
-        statistics_launch(facts.chunk_size, inputs.teacher is not None, rows.tail_alone and is_plain),
-        packets, inputs, shared, rows.statistics, rows.packet, n_rows, *prepared.bounds,
-    )  # fmt: skip
+        kernels.statistics_kernel,
+        n_rows * facts.chunks,
+        variant,
+        statistics_launch(
+            facts.chunk_size, inputs.teacher is not None, rows.tail_alone and is_plain
+        ),
+        packets,
+        inputs,
+        shared,
+        rows.statistics,
+        rows.packet,
+        n_rows,
+        *prepared.bounds,
+    )
 
 
 def at_ids_programs(n_rows: int, n_ids: int) -> int:
@@ -92,36 +112,62 @@ def at_ids_programs(n_rows: int, n_ids: int) -> int:
 
 
 def merge_packets(packets, request: Request, memory=None) -> list[torch.Tensor]:
-    """Packets of all ranks (this rank's, whose peers' lie in `memory`) -> [merged rows, values, *flags]."""
-    if request.step is not None:
-        return request.step.merge(packets, request, _shared(memory))
+    """Packets of all ranks (this rank's, whose peers' lie in `memory`) -> [merged rows, values,
+    *flags]."""
     facts, x, n_rows = request.facts, request.tensors, packets.shape[-1]
     outputs = request.layout.empty_outputs(packets, n_rows, torch.float32)
     if n_rows == 0:
         return outputs
-    rows, shared, counts = device_layout(request.layout), _shared(memory), (facts.packets, facts.chunks)
+    rows, shared, counts = (
+        device_layout(request.layout),
+        shared_memory(memory),
+        (facts.packets, facts.chunks),
+    )
     inputs = Inputs(labels=x.labels)
     if x.scales is not None or facts.student_scale != 1.0 or facts.teacher_scale != 1.0:
         inputs = inputs._replace(scales=x.scales, student_scale=facts.student_scale)
     keys = pointer_key(x.labels), pointer_key(x.scales), inputs.student_scale is None
     launch(
-        kernels.merge_kernel, ceil_div(n_rows, MERGE.block),
-        (packets.device, rows, *counts, shared.slot, *keys), MERGE,
-        rows.outputs(outputs), packets, inputs, shared, rows.merge, rows.merge_rows, n_rows, *counts,
-    )  # fmt: skip
-    if request.layout.n_ids:  # reads this turn's packets, too: no rank writes them again before the next barrier
+        kernels.merge_kernel,
+        ceil_div(n_rows, MERGE.block),
+        (packets.device, rows, *counts, shared.slot, *keys),
+        MERGE,
+        rows.outputs(outputs),
+        packets,
+        inputs,
+        shared,
+        rows.merge,
+        rows.merge_rows,
+        n_rows,
+        *counts,
+    )
+    # reads this turn's packets, too: no rank writes them again before the next barrier
+    if request.layout.n_ids:
         launch(
-            at_ids_triton.at_ids_merge_kernel, at_ids_programs(n_rows, request.layout.n_ids),
-            (packets.device, rows, *counts, shared.slot, pointer_key(x.ids)), AT_IDS,
-            outputs[-1], packets, Inputs(ids=x.ids), shared, outputs[0], rows.merged, rows.packet, n_rows,
+            at_ids_triton.at_ids_merge_kernel,
+            at_ids_programs(n_rows, request.layout.n_ids),
+            (packets.device, rows, *counts, shared.slot, pointer_key(x.ids)),
+            AT_IDS,
+            outputs[-1],
+            packets,
+            Inputs(ids=x.ids),
+            shared,
+            outputs[0],
+            rows.merged,
+            rows.packet,
+            n_rows,
             *counts,
-        )  # fmt: skip
+        )
     return outputs
 
 
 def second_statistics(packets, request: Request, merged):
     """Write this rank's packets [chunks, rows, N] of the second exchange."""
-    facts, rows, n_rows = request.facts, device_layout(request.layout), request.tensors.logits.shape[0]
+    facts, rows, n_rows = (
+        request.facts,
+        device_layout(request.layout),
+        request.tensors.logits.shape[0],
+    )
     if n_rows == 0:
         return
     inputs, prepared = inputs_of(request)
@@ -131,67 +177,131 @@ def second_statistics(packets, request: Request, merged):
     bounds = n_rows, facts.start, facts.valid_width, facts.chunks
     given = packets, inputs, merged, rows.merged, rows.second, *bounds
     if "jsd" in names or "total_variation" in names:
-        launch(divergence_kernel, programs, variant, statistics_launch(facts.chunk_size, True), *given)
+        launch(
+            divergence_kernel, programs, variant, statistics_launch(facts.chunk_size, True), *given
+        )
     if "topk_jsd" in names or "vocab_jsd" in names:
-        launch(entries_triton.entry_divergence_kernel, programs, variant, entries_launch(inputs.n_entries), *given)
+        launch(
+            entries_triton.entry_divergence_kernel,
+            programs,
+            variant,
+            entries_launch(inputs.n_entries),
+            *given,
+        )
 
 
 def merge_second(packets, outputs: list[torch.Tensor], layout: Layout):
-    """Packets of the second exchange of all ranks -> the last rows of the outputs' first two, in place."""
+    """Packets of the second exchange of all ranks -> the last rows of the outputs' first two, in
+    place."""
     (n_packets, height, n_rows), (merged, values, *_) = packets.shape, outputs
     if n_rows == 0:
         return
-    sizes = layout.merged.index("sum"), len(merged) - height // 2, len(values) - height // 2, height // 2, n_packets
+    sizes = (
+        layout.merged.index("sum"),
+        len(merged) - height // 2,
+        len(values) - height // 2,
+        height // 2,
+        n_packets,
+    )
     rows = device_layout(layout)
     launch(
-        second_merge_kernel, ceil_div(n_rows, MERGE.block),
-        (packets.device, rows, *sizes, pointer_key(packets)), MERGE,
-        rows.outputs(outputs), packets, n_rows, *sizes,
-    )  # fmt: skip
+        second_merge_kernel,
+        ceil_div(n_rows, MERGE.block),
+        (packets.device, rows, *sizes, pointer_key(packets)),
+        MERGE,
+        rows.outputs(outputs),
+        packets,
+        n_rows,
+        *sizes,
+    )
 
 
 def logits_gradient(out, request: Request, merged, grads: dict, loss=None):
-    """Write d loss / d logits into `out` [N, width], maybe the logits; grads, loss: see `passes.write_gradient`."""
+    """Write d loss / d logits into `out` [N, width], maybe the logits; grads, loss: see
+    `passes.write_gradient`."""
     if request.tensors.logits.numel() == 0:
         return
     (n_rows, width), strides, facts, names = out.shape, out.stride(), request.facts, tuple(grads)
     (inputs, prepared), rows = inputs_of(request), device_layout(request.layout)
-    lists = [name for name, served in OF_LISTS._asdict().items() if not grads.keys().isdisjoint(served)]
-    exact = Lists(**{name: torch.empty_like(getattr(inputs, name), dtype=out.dtype) for name in lists})
+    lists = [
+        name for name, served in OF_LISTS._asdict().items() if not grads.keys().isdisjoint(served)
+    ]
+    exact = Lists(
+        **{name: torch.empty_like(getattr(inputs, name), dtype=out.dtype) for name in lists}
+    )
     if exact.ids is not None:
         grads = grads | {"log_probs_at": _sums_at_ids(grads["log_probs_at"], inputs.ids)}
     is_transformed = inputs.pre is not None or inputs.bias is not None
-    hooks, how = rows.gradient_hooks(names), gradient_launch(width, names, facts.softcap != 0.0, is_transformed)
+    hooks, how = (
+        rows.gradient_hooks(names),
+        gradient_launch(width, names, facts.softcap != 0.0, is_transformed),
+    )
     upstream, loss, kinds = _upstream(rows, grads, loss)
     padded = facts.valid_width < width
     columns = kernels.gradient_columns(how.block, inputs, hooks, bool(lists))
-    variant = out.device, rows, hooks, padded, pointer_key(out), *map(int_key, strides), prepared.variant, kinds
+    variant = (
+        out.device,
+        rows,
+        hooks,
+        padded,
+        pointer_key(out),
+        *map(int_key, strides),
+        prepared.variant,
+        kinds,
+    )
     launch(
-        kernels.gradient_kernel, n_rows * ceil_div(width, columns), variant, how,
-        out, *strides, inputs, merged, upstream, loss, exact, hooks, rows.merged,
-        n_rows, facts.start, facts.valid_width, padded,
-    )  # fmt: skip
+        kernels.gradient_kernel,
+        n_rows * ceil_div(width, columns),
+        variant,
+        how,
+        out,
+        *strides,
+        inputs,
+        merged,
+        upstream,
+        loss,
+        exact,
+        hooks,
+        rows.merged,
+        n_rows,
+        facts.start,
+        facts.valid_width,
+        padded,
+    )
 
 
 def _sums_at_ids(upstream, ids):
-    """Upstream gradients [N, K] of ids [N, K] -> at each id, the sum over all ids of its token that equal it."""
+    """Upstream gradients [N, K] of ids [N, K] -> at each id, the sum over all ids of its token that
+    equal it."""
     (n_rows, n_ids), sums = ids.shape, torch.empty_like(upstream)
     launch(
-        at_ids_triton.at_ids_sums_kernel, at_ids_programs(n_rows, n_ids),
-        (ids.device, n_ids, pointer_key(upstream), pointer_key(ids)), AT_IDS, sums, upstream, ids, n_rows, n_ids,
-    )  # fmt: skip
+        at_ids_triton.at_ids_sums_kernel,
+        at_ids_programs(n_rows, n_ids),
+        (ids.device, n_ids, pointer_key(upstream), pointer_key(ids)),
+        AT_IDS,
+        sums,
+        upstream,
+        ids,
+        n_rows,
+        n_ids,
+    )
     return sums
 
 
 def _upstream(rows: DeviceLayout, grads: dict, loss):
-    """The upstream gradients and the reduced loss as kernels take them, and what Triton compiles about them."""
+    """The upstream gradients and the reduced loss as kernels take them, and what Triton compiles
+    about them."""
     upstream = rows.grads(*map(grads.get, rows.grads._fields))
     kinds = tuple(grads), pointer_key(upstream.log_probs_at)
     if loss is None:
         return upstream, NO_LOSS, kinds
     gradient, _inverse, weight = loss
     coefficients = (len(g) if type(g) is tuple else 0 for g in grads.values())
-    return upstream, LossGradient(*loss), (*kinds, pointer_key(gradient), dtype_key(weight), *coefficients)
+    return (
+        upstream,
+        LossGradient(*loss),
+        (*kinds, pointer_key(gradient), dtype_key(weight), *coefficients),
+    )
 
 
 def entries(ids, log_probs, factors, factor, renormalize, vocab_size):
@@ -204,29 +314,63 @@ def entries(ids, log_probs, factors, factor, renormalize, vocab_size):
     if n_rows:
         keys = map(pointer_key, (ids, log_probs, factors))
         launch(
-            distinct_triton.distinct_ids_kernel, n_rows,
-            (ids.device, n_entries, vocab_size, renormalize, factor, *keys), how,
-            out[0], None, out[1], ids, None, log_probs, factors, n_entries, vocab_size, factor, renormalize,
-        )  # fmt: skip
+            distinct_triton.distinct_ids_kernel,
+            n_rows,
+            (ids.device, n_entries, vocab_size, renormalize, factor, *keys),
+            how,
+            out[0],
+            None,
+            out[1],
+            ids,
+            None,
+            log_probs,
+            factors,
+            n_entries,
+            vocab_size,
+            factor,
+            renormalize,
+        )
     return out
 
 
 def known_sets(ids, spans, vocab_size, most: int | None = None):
-    """The ids of all sets as the kernels take them, see `statistics.sets`; most: ids in a set, None: any number."""
+    """The ids of all sets as the kernels take them, see `statistics.sets`; most: ids in a set,
+    None: any number."""
     out = torch.empty_like(ids, dtype=torch.int32), torch.empty_like(spans)
     variant = ids.device, vocab_size, *map(pointer_key, (ids, spans))
     if not len(spans):
         return out
     how = small_sets_launch(most)
     launch(
-        distinct_triton.distinct_ids_kernel, len(spans), variant, how,
-        *out, None, ids, spans, None, None, 0, vocab_size, 1.0, False,
-    )  # fmt: skip
+        distinct_triton.distinct_ids_kernel,
+        len(spans),
+        variant,
+        how,
+        *out,
+        None,
+        ids,
+        spans,
+        None,
+        None,
+        0,
+        vocab_size,
+        1.0,
+        False,
+    )
     if most is None or most > how.block:
         programs = min(len(spans), SETS_PROGRAMS)
         seen = ids.new_zeros((programs, vocab_size // 32 + 1), dtype=torch.int32)
         launch(
-            distinct_triton.sets_kernel, programs, variant, SETS,
-            *out, ids, spans, seen, len(spans), vocab_size, how.block,
-        )  # fmt: skip
+            distinct_triton.sets_kernel,
+            programs,
+            variant,
+            SETS,
+            *out,
+            ids,
+            spans,
+            seen,
+            len(spans),
+            vocab_size,
+            how.block,
+        )
     return out

@@ -1,17 +1,38 @@
-"""Losses on vocabulary statistics: `HeadLoss`, the terms and metrics that it is made of, and its output."""
+"""Losses on vocabulary statistics: `HeadLoss`, the terms and metrics that it is made of, and its
+output."""
 
+from ..engine.reductions import StatisticValue as StatisticValue
 from .causal_lm_loss import CausalLMLoss
 from .distillation_terms import Distillation, TopKDistillation
 from .loss import HeadLoss
 from .output import HeadLossOutput, mean_metrics
 from .policy_terms import GeneratorMetrics, KLToReference, PolicyGradient, PolicyMetrics
 from .presets import CISPO, DAPO, GRPO, GSPO, PPO, DrGRPO
-from .statistic_value import StatisticValue as StatisticValue
 from .terms import METRICS as METRICS
 from .terms import BitsPerByte, CrossEntropy, Entropy, Metric, Term, TopKAccuracy, ZLoss
 
 __all__ = [
-    "CISPO", "DAPO", "GRPO", "GSPO", "PPO", "BitsPerByte", "CausalLMLoss", "CrossEntropy", "Distillation", "DrGRPO",
-    "Entropy", "GeneratorMetrics", "HeadLoss", "HeadLossOutput", "KLToReference", "Metric", "PolicyGradient",
-    "PolicyMetrics", "Term", "TopKAccuracy", "TopKDistillation", "ZLoss", "mean_metrics",
-]  # fmt: skip
+    "CISPO",
+    "DAPO",
+    "GRPO",
+    "GSPO",
+    "PPO",
+    "BitsPerByte",
+    "CausalLMLoss",
+    "CrossEntropy",
+    "Distillation",
+    "DrGRPO",
+    "Entropy",
+    "GeneratorMetrics",
+    "HeadLoss",
+    "HeadLossOutput",
+    "KLToReference",
+    "Metric",
+    "PolicyGradient",
+    "PolicyMetrics",
+    "Term",
+    "TopKAccuracy",
+    "TopKDistillation",
+    "ZLoss",
+    "mean_metrics",
+]

@@ -12,7 +12,17 @@ from ..call.dtensor import local_part
 from ..call.given import Given
 from ..call.not_finite import expect_finite
 from ..ranks.shard import VocabShard, have_common_ranks
-from ..spec import LABELS, SCALAR, TOKEN_WEIGHT, CheckedBy, Instance, Line, Sizes, TensorLine, sizes_of
+from ..spec import (
+    LABELS,
+    SCALAR,
+    TOKEN_WEIGHT,
+    CheckedBy,
+    Instance,
+    Line,
+    Sizes,
+    TensorLine,
+    sizes_of,
+)
 from ..spec.aliases import hint
 from ..statistics import AT_IDS
 from ..validation import fits_fp32, is_number, refuse_float_labels, refuse_tokens
@@ -26,11 +36,14 @@ class Call(NamedTuple):
     """Checked arguments of one call, with what follows from them. [..] is the labels' shape."""
 
     definition: HeadLossDefinition
-    labels: torch.Tensor  # [..], the ignore_index for tokens that a weight of 0 or the sequences' mask excludes
+    # [..], the ignore_index for tokens that a weight of 0 or the sequences' mask excludes
+    labels: torch.Tensor
     token_weight: torch.Tensor | None  # [..], the caller's
     loss_weight: torch.Tensor | None  # [..], the caller's times those of a reduction by sequence
-    total_weight: torch.Tensor | None  # [width], this rank's column weights of the statistic "total"
-    denominator: torch.Tensor | float | None  # None: the mean divides by the sum of the valid tokens' weights
+    # [width], this rank's column weights of the statistic "total"
+    total_weight: torch.Tensor | None
+    # None: the mean divides by the sum of the valid tokens' weights
+    denominator: torch.Tensor | float | None
     count: torch.Tensor | None  # type: ignore[assignment]  # hides tuple.count; number of sequences of a reduction by sequence; None: that of tokens
     inputs: dict[str, Any]  # tensors are expanded to [..]
     sequences: Sequences | None
@@ -38,11 +51,16 @@ class Call(NamedTuple):
 
     @property
     def ids(self) -> Any:
-        """Ids [.., K] whose log-probs are asked for; None where "ids" is an input of other terms, or none."""
-        return self.inputs.get("ids") if any(name in self.definition.want for name in AT_IDS) else None
+        """Ids [.., K] whose log-probs are asked for; None where "ids" is an input of other terms,
+        or none."""
+        return (
+            self.inputs.get("ids") if any(name in self.definition.want for name in AT_IDS) else None
+        )
 
 
-def check_call(definition: HeadLossDefinition, given: Given, token_weight, denominator, inputs) -> Call:
+def check_call(
+    definition: HeadLossDefinition, given: Given, token_weight, denominator, inputs
+) -> Call:
     """Check a loss's arguments. Raises TypeError or ValueError for wrong ones."""
     x, labels, shard = given.tokens, given.labels, given.shard
     expect_labels(labels, x, token_weight)
@@ -54,19 +72,24 @@ def check_call(definition: HeadLossDefinition, given: Given, token_weight, denom
     if definition.options is not None and definition.options.check:
         if isinstance(denominator, torch.Tensor):
             expect_denominator(float(denominator), definition.reduction, x.device)
-        values = {f"input {name!r}": value for name, value in inputs.items()} | {"token_weight": token_weight}
+        values = {f"input {name!r}": value for name, value in inputs.items()} | {
+            "token_weight": token_weight
+        }
         for name, value in values.items():
             expect_finite(name, value, labels != definition.ignore_index)
         if denominator is None and definition.reduction == "mean" and token_weight is not None:
             refuse_tokens(
                 (token_weight < 0) & (labels != definition.ignore_index),
                 lambda i: (
-                    f"token_weight of token {i} (flat index) must not be below 0 where a mean divides by the "
-                    f"weights' sum, got {float(token_weight.flatten()[i]):g}; with a denominator= it may be"
+                    f"token_weight of token {i} (flat index) must not be below 0 where a mean "
+                    f"divides by the weights' sum, got {float(token_weight.flatten()[i]):g}; with "
+                    "a denominator= it may be"
                 ),
             )
     sizes: Sizes = {"V": (shard.vocab_size, "the vocabulary"), "device": (x.device, "logits")}
-    for class_weight in (term.class_weight for term in definition.terms if term.class_weight is not None):
+    for class_weight in (
+        term.class_weight for term in definition.terms if term.class_weight is not None
+    ):
         TensorLine("real numbers", ("V",)).check("class_weight", class_weight, sizes)
     loss_weight, count = token_weight, None
     if definition.reduction in SEQUENCE_REDUCTIONS:
@@ -81,14 +104,26 @@ def check_call(definition: HeadLossDefinition, given: Given, token_weight, denom
         total_weight = torch.nn.functional.pad(columns, (0, shard.width - columns.shape[0]))
     functions = definition.plan.summed[int(sequences is not None)]
     return Call(
-        definition, labels, token_weight, loss_weight, total_weight, denominator, count, inputs, sequences, functions
+        definition,
+        labels,
+        token_weight,
+        loss_weight,
+        total_weight,
+        denominator,
+        count,
+        inputs,
+        sequences,
+        functions,
     )
 
 
 def local_arguments(tokens, given: Given, token_weight, denominator, inputs):
-    """Replace DTensors of a loss's arguments by this rank's part. tokens: as the caller gave them; given: local."""
+    """Replace DTensors of a loss's arguments by this rank's part. tokens: as the caller gave them;
+    given: local."""
     if inputs is not None and not isinstance(inputs, Mapping):
-        raise TypeError(f"inputs must be a dict of inputs by name, or None, got {type(inputs).__name__}")
+        raise TypeError(
+            f"inputs must be a dict of inputs by name, or None, got {type(inputs).__name__}"
+        )
     hidden_grad = "all_reduce" if given.linear is None else given.linear.hidden_grad
     local = partial(local_part, shard=given.shard, hidden_grad=hidden_grad, tokens=tokens)
     inputs = {name: local(x) for name, x in (inputs or {}).items()}
@@ -97,23 +132,33 @@ def local_arguments(tokens, given: Given, token_weight, denominator, inputs):
     return local(token_weight), denominator, inputs
 
 
-def replicated_facts(definition: HeadLossDefinition, token_weight, denominator, inputs) -> dict[str, Any]:
-    """A loss's arguments and options that must be equal on all ranks, by the names that `Agreement` reports."""
+def replicated_facts(
+    definition: HeadLossDefinition, token_weight, denominator, inputs
+) -> dict[str, Any]:
+    """A loss's arguments and options that must be equal on all ranks, by the names that `Agreement`
+    reports."""
     return {
-        "token_weight": token_weight, "denominator": denominator, "inputs": inputs, "terms": definition.terms,
-        "metrics": definition.metrics, "token_metrics": definition.token_metrics, "reduction": definition.reduction,
-    }  # fmt: skip
+        "token_weight": token_weight,
+        "denominator": denominator,
+        "inputs": inputs,
+        "terms": definition.terms,
+        "metrics": definition.metrics,
+        "token_metrics": definition.token_metrics,
+        "reduction": definition.reduction,
+    }
 
 
 def expect_labels(labels, x, token_weight):
-    """Raise TypeError or ValueError for labels of another type, or none, and for token weights that do not fit them.
+    """Raise TypeError or ValueError for labels of another type, or none, and for token weights that
+    do not fit them.
 
     x: logits or hidden states.
     """
     if labels is None:
         raise ValueError(
-            "labels are needed, got None: they say which tokens count, also where no term uses a label's log-prob (any "
-            "id will do); for statistics alone, use vocab_statistics or linear_vocab_statistics"
+            "labels are needed, got None: they say which tokens count, also where no term uses a "
+            "label's log-prob (any id will do); for statistics alone, use vocab_statistics or "
+            "linear_vocab_statistics"
         )
     refuse_float_labels(x, labels)
     LABELS.check("labels", labels, {})
@@ -122,9 +167,11 @@ def expect_labels(labels, x, token_weight):
 
 
 def expect_denominator(denominator, reduction: str, device: torch.device):
-    """Raise TypeError or ValueError unless it is None, a number or a scalar tensor, and goes with the reduction.
+    """Raise TypeError or ValueError unless it is None, a number or a scalar tensor, and goes with
+    the reduction.
 
-    device: of the logits. A tensor on another device is moved there, except from "meta", where it has no value.
+    device: of the logits. A tensor on another device is moved there, except from "meta", where it
+    has no value.
     """
     if denominator is None:
         return
@@ -134,12 +181,20 @@ def expect_denominator(denominator, reduction: str, device: torch.device):
         SCALAR.check("denominator", denominator, {"device": (device, "logits")})
     elif not is_number(denominator):
         raise TypeError(f"denominator must be a number or a scalar tensor, got {denominator!r}")
-    elif denominator < 0 or denominator == math.inf or (denominator > 0 and not fits_fp32(denominator)):  # NaN is NaN
-        raise ValueError(f"denominator must be at least 0 and a number that fp32 holds, got {denominator}")
+    # NaN is NaN
+    elif (
+        denominator < 0
+        or denominator == math.inf
+        or (denominator > 0 and not fits_fp32(denominator))
+    ):
+        raise ValueError(
+            f"denominator must be at least 0 and a number that fp32 holds, got {denominator}"
+        )
 
 
 def _checked_sequences(definition: HeadLossDefinition, inputs, labels) -> Sequences | None:
-    """Return the input "sequences" after checking it against the labels and the reduction; None if there is none."""
+    """Return the input "sequences" after checking it against the labels and the reduction; None if
+    there is none."""
     if "sequences" not in inputs:
         if definition.reduction in SEQUENCE_REDUCTIONS:
             raise ValueError(
@@ -148,19 +203,22 @@ def _checked_sequences(definition: HeadLossDefinition, inputs, labels) -> Sequen
             )
         return None
     sequences = inputs["sequences"]
-    Instance(Sequences).check("the input 'sequences'", sequences, sizes_of("labels", labels, labels.shape))
+    Instance(Sequences).check(
+        "the input 'sequences'", sequences, sizes_of("labels", labels, labels.shape)
+    )
     if definition.options is not None and definition.options.check:
         sequences.check()
         if ignored := int((sequences.mask & (labels == definition.ignore_index)).sum()):
             raise ValueError(
-                f"the mask of sequences must leave out tokens whose label is ignored ({definition.ignore_index}), "
-                f"got {ignored} of them in it"
+                "the mask of sequences must leave out tokens whose label is ignored "
+                f"({definition.ignore_index}), got {ignored} of them in it"
             )
     return sequences
 
 
 def _checked_inputs(definition: HeadLossDefinition, inputs, labels, sequences) -> dict[str, Any]:
-    """Return the inputs with tensors expanded to the labels' shape. Raises for missing and for unused ones."""
+    """Return the inputs with tensors expanded to the labels' shape. Raises for missing and for
+    unused ones."""
     needed = set(definition.plan.inputs)
     if not inputs and not needed:
         return {}
@@ -168,10 +226,15 @@ def _checked_inputs(definition: HeadLossDefinition, inputs, labels, sequences) -
     if missing or unused:
         wrong = [f"missing {sorted(missing)}"] * bool(missing)
         wrong += [f"unused {sorted(unused)}, which none of them takes"] * bool(unused)
-        wrong += [f"{name!r}{said}" for name in sorted(unused, key=str) if (said := hint(name, needed, "input"))]
+        wrong += [
+            f"{name!r}{said}"
+            for name in sorted(unused, key=str)
+            if (said := hint(name, needed, "input"))
+        ]
         wrong += ["a KL of weight 0, as kl=0, takes none"] * ("reference_log_prob" in unused)
         raise ValueError(
-            f"inputs must be {sorted(needed)} for these terms and metrics, got {sorted(inputs)}: {'; '.join(wrong)}"
+            f"inputs must be {sorted(needed)} for these terms and metrics, got {sorted(inputs)}: "
+            f"{'; '.join(wrong)}"
         )
     out, per_id = {}, any(name in definition.want for name in AT_IDS)
     for name, value in inputs.items():  # teacher and sets are checked with the statistics
@@ -179,7 +242,9 @@ def _checked_inputs(definition: HeadLossDefinition, inputs, labels, sequences) -
             per_id and (name == "ids" or _has_values_of_ids(value, labels))
         )
         line = definition.plan.inputs.get(name)
-        out[name] = value if whole or line is None else _per_token(name, value, labels, sequences, line)
+        out[name] = (
+            value if whole or line is None else _per_token(name, value, labels, sequences, line)
+        )
         if whole and isinstance(value, torch.Tensor):
             _expect_values_of_ids(name, value, inputs.get("ids"))
     return out
@@ -187,23 +252,35 @@ def _checked_inputs(definition: HeadLossDefinition, inputs, labels, sequences) -
 
 def _has_values_of_ids(value, labels) -> bool:
     """True for a tensor [.., K] of K values per token."""
-    return isinstance(value, torch.Tensor) and value.dim() == labels.dim() + 1 and value.shape[:-1] == labels.shape
+    return (
+        isinstance(value, torch.Tensor)
+        and value.dim() == labels.dim() + 1
+        and value.shape[:-1] == labels.shape
+    )
 
 
 def _expect_values_of_ids(name: str, value: torch.Tensor, ids):
-    """Raise ValueError for a tensor [.., K] of another K than that of the ids at which log-probs are asked for."""
+    """Raise ValueError for a tensor [.., K] of another K than that of the ids at which log-probs
+    are asked for."""
     if isinstance(ids, torch.Tensor) and value.shape[-1:] != ids.shape[-1:]:
         raise ValueError(
-            f"input {name!r} must have a value for each of a token's {ids.shape[-1]} ids, or one per token "
-            f"{list(value.shape[:-1])}, got {list(value.shape)}"
+            f"input {name!r} must have a value for each of a token's {ids.shape[-1]} ids, or one "
+            f"per token {list(value.shape[:-1])}, got {list(value.shape)}"
         )
 
 
 def _per_token(name: str, value, labels, sequences, line: Line) -> torch.Tensor:
-    """Broadcast an input to the labels' shape [..], or spread its value per sequence [B] over the tokens."""
+    """Broadcast an input to the labels' shape [..], or spread its value per sequence [B] over the
+    tokens."""
     broadcasts = isinstance(line, TensorLine) and line.broadcasts
     shape = getattr(value, "shape", None)
-    if broadcasts and sequences is not None and shape is not None and len(shape) == 1 and shape != labels.shape:
+    if (
+        broadcasts
+        and sequences is not None
+        and shape is not None
+        and len(shape) == 1
+        and shape != labels.shape
+    ):
         if shape == (len(sequences),):
             return sequences.spread(value)
         if shape != (1,):
@@ -213,10 +290,14 @@ def _per_token(name: str, value, labels, sequences, line: Line) -> torch.Tensor:
     return value.expand(labels.shape)
 
 
-def _scored_labels(labels, token_weight, sequences, shard: VocabShard, ignore_index: int) -> torch.Tensor:
-    """Return labels with the ignore_index where no loss is computed, in int64, which holds any ignore_index.
+def _scored_labels(
+    labels, token_weight, sequences, shard: VocabShard, ignore_index: int
+) -> torch.Tensor:
+    """Return labels with the ignore_index where no loss is computed, in int64, which holds any
+    ignore_index.
 
-    A weight of 0 is a loss mask, unless trained; within sequences its token counts, and only its loss is left out.
+    A weight of 0 is a loss mask, unless trained; within sequences its token counts, and only its
+    loss is left out.
     """
     if sequences is None:
         if token_weight is None or token_weight.requires_grad:
@@ -225,7 +306,7 @@ def _scored_labels(labels, token_weight, sequences, shard: VocabShard, ignore_in
     groups = sequences.group, shard.group
     if None not in groups and have_common_ranks(*(group.group_name for group in groups)):
         raise ValueError(
-            "sequences must be split over a context-parallel group or none, got a group with ranks that share the "
-            "vocabulary, which hold the same tokens"
+            "sequences must be split over a context-parallel group or none, got a group with ranks "
+            "that share the vocabulary, which hold the same tokens"
         )
     return torch.where(sequences.counted, labels.long(), ignore_index)

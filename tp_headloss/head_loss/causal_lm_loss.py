@@ -16,9 +16,11 @@ from .output import HeadLossOutput
 
 @checked
 class CausalLMLoss(nn.Module):
-    """A HeadLoss for logits and *unshifted* labels [B, S]: position t is scored against label t + 1, the last ignored.
+    """A HeadLoss for logits and *unshifted* labels [B, S]: position t is scored against label t +
+    1, the last ignored.
 
-    The labels are shifted, so that no logits are copied. Put ``ignore_index`` on packed documents' first labels.
+    The labels are shifted, so that no logits are copied. Put ``ignore_index`` on packed documents'
+    first labels.
 
     Args:
         head_loss: `HeadLoss`; default cross-entropy.
@@ -34,13 +36,20 @@ class CausalLMLoss(nn.Module):
         self.head_loss = HeadLoss() if head_loss is None else head_loss
 
     def forward(
-        self, logits: torch.Tensor, labels: torch.Tensor, *, token_weight: torch.Tensor | None = None, **kwargs
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        *,
+        token_weight: torch.Tensor | None = None,
+        **kwargs,
     ) -> HeadLossOutput:
-        """Loss of logits [.., S, width] sharded on V against the next labels -> `HeadLossOutput`, replicated.
+        """Loss of logits [.., S, width] sharded on V against the next labels -> `HeadLossOutput`,
+        replicated.
 
-        labels, token_weight: [.., S], unshifted; a weight and the input "num_bytes" belong to their label. Other
-        inputs [.., S], or that broadcast to it, are refused. Other keywords as in `HeadLoss.forward`. Position t of
-        per-token temperatures, teachers, sets and ids belongs to the logits at t and to label t + 1.
+        labels, token_weight: [.., S], unshifted; a weight and the input "num_bytes" belong to their
+        label. Other inputs [.., S], or that broadcast to it, are refused. Other keywords as in
+        `HeadLoss.forward`. Position t of per-token temperatures, teachers, sets and ids belongs to
+        the logits at t and to label t + 1.
         """
         TENSOR.check("logits", logits, {})
         expect_labels(labels, logits, token_weight)
@@ -62,13 +71,15 @@ def _next(x: torch.Tensor, last) -> torch.Tensor:
 
 
 def _of_next_token(name: str, x, labels: torch.Tensor):
-    """An input as a HeadLoss takes it. ValueError for one of which nobody knows to which position it belongs."""
+    """An input as a HeadLoss takes it. ValueError for one of which nobody knows to which position
+    it belongs."""
     size, dims = labels.shape[-1], labels.dim()
     is_one = isinstance(x, torch.Tensor) and 0 < x.dim() <= dims and x.shape[-1] == size > 1
     per_token = name == "sequences" or is_one
     if per_token and name != "num_bytes":
         raise ValueError(
-            f"inputs per token must be 'num_bytes', which is moved as the labels are, got {name!r}: call HeadLoss with "
-            "it and with moved labels, torch.nn.functional.pad(labels[..., 1:], (0, 1), value=-100)"
+            "inputs per token must be 'num_bytes', which is moved as the labels are, got "
+            f"{name!r}: call HeadLoss with it and with moved labels, "
+            "torch.nn.functional.pad(labels[..., 1:], (0, 1), value=-100)"
         )
     return _next(x, 1) if per_token else x

@@ -1,4 +1,5 @@
-"""Definition of a `HeadLoss`: its checked terms, metrics and options, and what they need of a call."""
+"""Definition of a `HeadLoss`: its checked terms, metrics and options, and what they need of a
+call."""
 
 from __future__ import annotations
 
@@ -10,35 +11,42 @@ import torch
 
 from ..arguments.options import Options
 from ..arguments.sequences import SEQUENCE_REDUCTIONS
+from ..engine.reductions import StatisticValue, SumsPlan
 from ..losses import policy_metrics
 from ..spec import EACH_TOKEN, PER_TOKEN, TOKENS, Line, lines_within
 from ..spec.aliases import hint
 from ..statistics import AT_IDS, FULL_TEACHER, OVER_SETS, TOPK_TEACHER, MaybeNone, known_statistics
 from .evaluation import StatisticsFunction, names_read
-from .statistic_value import StatisticValue, SumsPlan
 from .terms import METRICS, CrossEntropy, Metric, Term
 
 RECORDS = itertools.count()  # their numbers, one for each definition
-REDUCTIONS = ("none", "sum", "mean")  # those that treat all tokens alike; the others are SEQUENCE_REDUCTIONS
+# those that treat all tokens alike; the others are SEQUENCE_REDUCTIONS
+REDUCTIONS = ("none", "sum", "mean")
 
 # The named metrics as functions that return values by name, as a `Metric`'s function does.
 METRIC_FUNCTIONS = {name: lambda stats, name=name: {name: METRICS[name](stats)} for name in METRICS}
 
 
 class CallPlan(NamedTuple):
-    """Facts of a definition that every call needs, worked out once; [0] without, [1] with sequences."""
+    """Facts of a definition that every call needs, worked out once; [0] without, [1] with
+    sequences."""
 
     names: list[str]  # of the terms
     weighted: list[str]  # of those with token weights of their own
     inputs: dict[str, Line]  # what the inputs of a call must be, by name
-    summed: tuple[list[StatisticsFunction], list[StatisticsFunction]]  # functions summed together with the loss
-    apart: tuple[list[StatisticsFunction], list[StatisticsFunction]]  # functions that return metrics by name
-    evaluated: tuple[bool, ...]  # whether any of all these functions is more than a `StatisticValue`
-    sums: tuple[SumsPlan | None, SumsPlan | None]  # how one kernel sums them, None where plain torch is needed
+    # functions summed together with the loss
+    summed: tuple[list[StatisticsFunction], list[StatisticsFunction]]
+    # functions that return metrics by name
+    apart: tuple[list[StatisticsFunction], list[StatisticsFunction]]
+    # whether any of all these functions is more than a `StatisticValue`
+    evaluated: tuple[bool, ...]
+    # how one kernel sums them, None where plain torch is needed
+    sums: tuple[SumsPlan | None, SumsPlan | None]
     checked: dict  # calls that were checked, see `known_calls`
     weights: dict[str, float | torch.Tensor]  # of the terms, by name
     obstacles: list[str]  # reasons against one sweep that a call has found
-    record: int  # number of what is remembered of upstream gradients, see `engine.one_read_kernel.Memory`
+    # number of what is remembered of upstream gradients, see `engine.one_read.kernel.Memory`
+    record: int
     rows: dict  # size of a vocabulary -> the terms' `RowFunction`, or None
 
 
@@ -57,8 +65,8 @@ class HeadLossDefinition(NamedTuple):
 
     @classmethod
     def checked(cls, terms, metrics, reduction, ignore_index, options) -> HeadLossDefinition:
-        """Build a definition from the arguments of a `HeadLoss`, after their lines' checks. Raises TypeError or
-        ValueError for terms and metrics that do not exist, or not together."""
+        """Build a definition from the arguments of a `HeadLoss`, after their lines' checks. Raises
+        TypeError or ValueError for terms and metrics that do not exist, or not together."""
         terms = _expect_all("terms", [CrossEntropy()] if terms is None else terms, Term)
         metrics = _expect_all("metrics", metrics, (str, Metric))
         names = [term.name for term in terms]
@@ -77,12 +85,17 @@ class HeadLossDefinition(NamedTuple):
         total_weight = _class_weight_of_total(terms, token_metrics)
         _expect_one_over((*terms, *token_metrics))
         want = _wanted_statistics(terms, named, token_metrics)
-        return cls(terms, named, token_metrics, reduction, int(ignore_index), options, want, total_weight).planned()
+        return cls(
+            terms, named, token_metrics, reduction, int(ignore_index), options, want, total_weight
+        ).planned()
 
     def description(self) -> str:
-        """Terms with their weights, names of metrics, and options, as `print(HeadLoss(..))` shows them."""
+        """Terms with their weights, names of metrics, and options, as `print(HeadLoss(..))` shows
+        them."""
         terms = ", ".join(_weighted_name(term) for term in self.terms)
-        metrics = ", ".join((*self.metrics, *(_function_name(metric.function) for metric in self.token_metrics)))
+        metrics = ", ".join(
+            (*self.metrics, *(_function_name(metric.function) for metric in self.token_metrics))
+        )
         parts = [f"terms=[{terms}]", f"metrics=[{metrics}]", f"reduction={self.reduction!r}"]
         parts += [f"ignore_index={self.ignore_index}"] * (self.ignore_index != -100)
         parts += [f"options={self.options}"] * (self.options is not None)
@@ -91,9 +104,12 @@ class HeadLossDefinition(NamedTuple):
     def arguments(self) -> dict:
         """The arguments of a `HeadLoss` that give this definition."""
         return {
-            "terms": self.terms, "metrics": self.metrics + self.token_metrics, "reduction": self.reduction,
-            "ignore_index": self.ignore_index, "options": self.options,
-        }  # fmt: skip
+            "terms": self.terms,
+            "metrics": self.metrics + self.token_metrics,
+            "reduction": self.reduction,
+            "ignore_index": self.ignore_index,
+            "options": self.options,
+        }
 
     def planned(self) -> HeadLossDefinition:
         """The definition with its plan."""
@@ -104,7 +120,9 @@ class HeadLossDefinition(NamedTuple):
         trained = any(isinstance(term.weight, torch.Tensor) for term in self.terms)
         if self.reduction != "none" and not weighted and not trained:
             coefficients = [float(term.weight) for term in self.terms]
-            plain, sequences = (SumsPlan.from_functions([f.function for f in part], coefficients) for part in summed)
+            plain, sequences = (
+                SumsPlan.from_functions([f.function for f in part], coefficients) for part in summed
+            )
             sums = plain, sequences
         evaluated = tuple(
             any(not isinstance(f.function, StatisticValue) for f in [*functions, *metrics])
@@ -124,17 +142,29 @@ class HeadLossDefinition(NamedTuple):
             record=0 if torch.compiler.is_compiling() else next(RECORDS),
             rows={},
         )
-        return HeadLossDefinition(*self[:-1], plan)  # torch 2.11 carries no result of _replace over a broken graph
+        # torch 2.11 carries no result of _replace over a broken graph
+        return HeadLossDefinition(*self[:-1], plan)
 
     def summed_functions(self, has_sequences: bool) -> list[StatisticsFunction]:
-        """Functions that are summed together with the loss: the terms', the named metrics', the terms' token weights.
+        """Functions that are summed together with the loss: the terms', the named metrics', the
+        terms' token weights.
 
-        With sequences the named metrics are among `metric_functions` instead, which are summed in two ways.
+        With sequences the named metrics are among `metric_functions` instead, which are summed in
+        two ways.
         """
-        terms = [StatisticsFunction(f"term {term.name!r}", term.function, term.inputs) for term in self.terms]
-        named = [] if has_sequences else [StatisticsFunction(f"metric {n!r}", METRICS[n]) for n in self.metrics]
+        terms = [
+            StatisticsFunction(f"term {term.name!r}", term.function, term.inputs)
+            for term in self.terms
+        ]
+        named = (
+            []
+            if has_sequences
+            else [StatisticsFunction(f"metric {n!r}", METRICS[n]) for n in self.metrics]
+        )
         weights = [
-            StatisticsFunction(f"the token_weight of term {term.name!r}", term.token_weight, term.inputs)
+            StatisticsFunction(
+                f"the token_weight of term {term.name!r}", term.token_weight, term.inputs
+            )
             for term in self.terms
             if term.token_weight is not None
         ]
@@ -143,77 +173,122 @@ class HeadLossDefinition(NamedTuple):
     def metric_functions(self, has_sequences: bool) -> list[StatisticsFunction]:
         """Functions that return metrics by name, and are summed apart from the loss."""
         names = self.metrics if has_sequences else ()
-        named = [StatisticsFunction(f"metric {name!r}", METRIC_FUNCTIONS[name], (), (name,)) for name in names]
-        ours = [any(x is policy_metrics for x in getattr(m.function, "args", ())) for m in self.token_metrics]
+        named = [
+            StatisticsFunction(f"metric {name!r}", METRIC_FUNCTIONS[name], (), (name,))
+            for name in names
+        ]
+        ours = [
+            any(x is policy_metrics for x in getattr(m.function, "args", ()))
+            for m in self.token_metrics
+        ]
         own = zip(self.token_metrics, ours)
-        return named + [StatisticsFunction("a metric", m.function, m.inputs, ("num_tokens",) * our) for m, our in own]
+        return named + [
+            StatisticsFunction("a metric", m.function, m.inputs, ("num_tokens",) * our)
+            for m, our in own
+        ]
 
     def input_lines(self) -> dict[str, Line]:
-        """Lines of the inputs of a call by name: those of the functions that take them, else a number per token."""
+        """Lines of the inputs of a call by name: those of the functions that take them, else a
+        number per token."""
         lines: dict[str, Line] = {}
         parts: tuple[Term | Metric, ...] = (*self.terms, *self.token_metrics)
         for part in parts:
             said = lines_within(part.function)
             for name in part.inputs:  # log-probs never broadcast
-                default = TOKENS if name.endswith("log_prob") else EACH_TOKEN if name == "num_bytes" else PER_TOKEN
+                default = (
+                    TOKENS
+                    if name.endswith("log_prob")
+                    else EACH_TOKEN
+                    if name == "num_bytes"
+                    else PER_TOKEN
+                )
                 lines[name] = said.get(name) or lines.get(name, default)
         lines |= dict.fromkeys(["sequences"] * (self.reduction in SEQUENCE_REDUCTIONS), PER_TOKEN)
-        for name, statistics in (("teacher", (*FULL_TEACHER, *TOPK_TEACHER)), ("sets", OVER_SETS), ("ids", AT_IDS)):
+        for name, statistics in (
+            ("teacher", (*FULL_TEACHER, *TOPK_TEACHER)),
+            ("sets", OVER_SETS),
+            ("ids", AT_IDS),
+        ):
             lines |= dict.fromkeys([name] * bool(set(self.want) & {*statistics}), PER_TOKEN)
         return lines
 
 
 def _class_weight_of_total(terms, metrics) -> torch.Tensor | None:
-    """Class weights [V] that the statistic "total" needs. Raises ValueError if anything else uses that statistic."""
+    """Class weights [V] that the statistic "total" needs. Raises ValueError if anything else uses
+    that statistic."""
     weighted = [t.class_weight for t in terms if t.class_weight is not None and "total" in t.want]
-    users = [part for part in (*terms, *metrics) if {"total", "mass"} & {*part.want, *names_read(part.function)}]
+    users = [
+        part
+        for part in (*terms, *metrics)
+        if {"total", "mass"} & {*part.want, *names_read(part.function)}
+    ]
     if weighted and len(users) > 1:
         raise ValueError(
-            "class weights with smoothing weight the statistic 'total': only one term and no metric uses it"
+            "class weights with smoothing weight the statistic 'total': only one term and no "
+            "metric uses it"
         )
     return weighted[0] if weighted else None
 
 
 def _expect_one_over(parts):
-    """Raise ValueError if recorded log-probs are compared with log-probs both over the vocabulary and over sets."""
+    """Raise ValueError if recorded log-probs are compared with log-probs both over the vocabulary
+    and over sets."""
     own = {"log_prob": "vocabulary", "set_log_prob": "sets"}
     read: dict[str, dict[str, str]] = {}
     for part in parts:
         over = [own[name] for name in own.keys() & names_read(part.function)]
         for name in part.inputs:
             if len(over) == 1 and name.endswith("log_prob"):
-                read.setdefault(name, {})[over[0]] = getattr(part, "name", None) or _function_name(part.function)
+                read.setdefault(name, {})[over[0]] = getattr(part, "name", None) or _function_name(
+                    part.function
+                )
     for name, found in read.items():
         if len(found) > 1:
-            raise ValueError(f"the input {name!r} needs the same over= in all that read it, got {found}")
+            raise ValueError(
+                f"the input {name!r} needs the same over= in all that read it, got {found}"
+            )
 
 
 def _wanted_statistics(terms, metrics, token_metrics) -> tuple[str, ...]:
-    """Sorted optional statistics that terms and metrics need. ValueError for a StatisticValue of anything else."""
+    """Sorted optional statistics that terms and metrics need. ValueError for a StatisticValue of
+    anything else."""
     functions = [*(term.function for term in terms), *(METRICS[name] for name in metrics)]
     named = {f.statistic for f in functions if isinstance(f, StatisticValue)} - {""}
-    # statistics that a StatisticValue may name -> the name in want that gives it, "" where every call has it
+    # statistics that a StatisticValue may name -> the name in want that gives it, "" where every
+    # call has it
     providers = {name: name for name in known_statistics() if name not in ("argmax", *AT_IDS)}
     providers |= {"lse": "", "log_prob": "", "target_logit": "", "mass": "total", "hits": "argmax"}
     if unknown := named - set(providers):
-        raise ValueError(f"a StatisticValue must be of one of {sorted(providers)}, got {sorted(unknown)}")
+        raise ValueError(
+            f"a StatisticValue must be of one of {sorted(providers)}, got {sorted(unknown)}"
+        )
     wanted = {name for part in (*terms, *token_metrics) for name in part.want}
     return tuple(sorted((wanted | {providers[name] for name in named}) - {""}))
 
 
 def _expect_all(name: str, given, kinds) -> tuple:
-    """Return the terms or metrics, or the one, as a tuple; TypeError, with a remedy, if one is of another type."""
+    """Return the terms or metrics, or the one, as a tuple; TypeError, with a remedy, if one is of
+    another type."""
     given = tuple(given) if isinstance(given, (list, tuple)) else (given,)
     expected = "Terms" if kinds is Term else "names or Metrics"
     for part in given:
         if not isinstance(part, kinds):
             said = hint(part, (), "term") if kinds is Term else ""
-            if callable(part) and getattr(part, "__module__", "").startswith("tp_headloss."):  # of this package
+            # of this package
+            if callable(part) and getattr(part, "__module__", "").startswith("tp_headloss."):
                 called = getattr(part, "__name__", None)  # None: a module
-                said = f": call it, {called}(..)" if called else ": it is a whole loss, whose terms go here"
+                said = (
+                    f": call it, {called}(..)"
+                    if called
+                    else ": it is a whole loss, whose terms go here"
+                )
             elif callable(part):
                 own = getattr(part, "__name__", "name").replace("<lambda>", "name")
-                said = f": wrap it, Term({own!r}, function)" if kinds is Term else ": wrap it, Metric(function)"
+                said = (
+                    f": wrap it, Term({own!r}, function)"
+                    if kinds is Term
+                    else ": wrap it, Metric(function)"
+                )
             elif isinstance(part, (set, frozenset)):
                 said = ": write a list, whose order is the same on all ranks"
             raise TypeError(f"{name} must be {expected}, got {_readable(part)}{said}")
@@ -236,4 +311,6 @@ def _function_name(function) -> str:
 
 def _readable(value) -> str:
     """Short name of a value for an error message."""
-    return getattr(value, "__name__", None) or (repr(value) if isinstance(value, str) else type(value).__name__)
+    return getattr(value, "__name__", None) or (
+        repr(value) if isinstance(value, str) else type(value).__name__
+    )

@@ -7,8 +7,8 @@ from functools import partial
 from typing import Annotated
 
 from .. import losses
+from ..engine.reductions import PerToken, StatisticValue
 from ..spec import NumberLine, OneOf, Weight, checked
-from .statistic_value import PerToken, StatisticValue
 from .terms import Term
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "cross_entropy", "jsd", "total_variation")
@@ -17,7 +17,12 @@ TOPK_DISTILLATIONS = {  # (divergence, support) -> the optional statistics that 
     ("forward_kl", "vocabulary"): ("vocab_forward_kl",),
     ("forward_kl", "tail"): ("vocab_forward_kl", "tail_log_mass"),
     ("reverse_kl", "topk"): ("topk_reverse_kl",),
-    ("reverse_kl", "vocabulary"): ("topk_reverse_kl", "topk_log_mass", "tail_log_mass", "tail_entropy"),
+    ("reverse_kl", "vocabulary"): (
+        "topk_reverse_kl",
+        "topk_log_mass",
+        "tail_log_mass",
+        "tail_entropy",
+    ),
     ("reverse_kl", "tail"): ("topk_reverse_kl", "topk_log_mass", "tail_log_mass"),
     ("jsd", "topk"): ("topk_jsd",),
     ("jsd", "vocabulary"): ("vocab_jsd", "topk_log_mass"),
@@ -33,12 +38,14 @@ def Distillation(
     temperature_squared: bool = False,
     name: str | None = None,
 ) -> Term:
-    """Divergence from a teacher's whole distribution. Input: "teacher", a `Teacher` with its temperatures.
+    """Divergence from a teacher's whole distribution. Input: "teacher", a `Teacher` with its
+    temperatures.
 
     Args:
-        divergence: "forward_kl" = KL(teacher || student); "reverse_kl" = KL(student || teacher); "cross_entropy" to the
-            teacher's probabilities, which is the forward KL plus a constant; "jsd" with the teacher's beta;
-            "total_variation". The last two take a second, small collective.
+        divergence: "forward_kl" = KL(teacher || student); "reverse_kl" = KL(student || teacher);
+            "cross_entropy" to the teacher's probabilities, which is the forward KL plus a constant;
+            "jsd" with the teacher's beta; "total_variation". The last two take a second, small
+            collective.
         temperature_squared: multiply value and gradient by T^2, T being the student's temperature.
         name: the term's name, by default the divergence's, or "teacher_cross_entropy".
 
@@ -49,7 +56,8 @@ def Distillation(
         >>> head_loss(logits, labels, inputs={"teacher": teacher}).loss
         tensor(0.2179)
 
-    Source: Hinton et al. (arXiv:1503.02531); reverse KL: MiniLLM (arXiv:2306.08543); jsd: GKD (arXiv:2306.13649).
+    Source: Hinton et al. (arXiv:1503.02531); reverse KL: MiniLLM (arXiv:2306.08543); jsd: GKD
+    (arXiv:2306.13649).
     """
     is_sum = divergence == "cross_entropy"  # of two statistics; every other divergence is one
     want = ("forward_kl", "teacher_entropy") if is_sum else (divergence,)
@@ -57,7 +65,14 @@ def Distillation(
     if is_sum or temperature_squared:
         function = partial(_distillation, function, temperature_squared)
     default = "teacher_cross_entropy" if is_sum else divergence
-    return Term(default if name is None else name, function, weight, want, inputs=("teacher",), tokenwise=True)
+    return Term(
+        default if name is None else name,
+        function,
+        weight,
+        want,
+        inputs=("teacher",),
+        tokenwise=True,
+    )
 
 
 @checked
@@ -73,10 +88,12 @@ def TopKDistillation(
     """Divergence from K entries of a teacher's distribution. Input: "teacher", a `TopKTeacher`.
 
     Args:
-        divergence: "forward_kl", "reverse_kl", or "jsd" with the teacher's beta and a second, small collective.
+        divergence: "forward_kl", "reverse_kl", or "jsd" with the teacher's beta and a second, small
+            collective.
         support: the set over which the student is normalised: "topk", "vocabulary" or "tail", see
             `losses.topk_forward_kl`; "tail" needs a teacher with renormalize=False.
-        outside_log_prob: log-prob of the teacher outside of its entries, for the reverse KL over the vocabulary.
+        outside_log_prob: log-prob of the teacher outside of its entries, for the reverse KL over
+            the vocabulary.
         temperature_squared: as in `Distillation`.
         name: the term's name, by default "topk_" and the divergence's.
 
@@ -89,7 +106,9 @@ def TopKDistillation(
     want = TOPK_DISTILLATIONS[divergence, support]
     function: PerToken = StatisticValue(want[0])
     if len(want) > 1 or temperature_squared:
-        function = partial(_topk_distillation, divergence, support, outside_log_prob, temperature_squared)
+        function = partial(
+            _topk_distillation, divergence, support, outside_log_prob, temperature_squared
+        )
     name = f"topk_{divergence}" if name is None else name
     return Term(name, function, weight, want, inputs=("teacher",), tokenwise=True)
 
@@ -100,7 +119,10 @@ def _distillation(per_token, temperature_squared, stats, teacher):
 
 def _topk_distillation(divergence, support, outside_log_prob, temperature_squared, stats, teacher):
     if support == "tail" and teacher.renormalize:
-        raise ValueError("support='tail' needs a TopKTeacher with renormalize=False, got True, which leaves no tail")
+        raise ValueError(
+            "support='tail' needs a TopKTeacher with renormalize=False, got True, which leaves no "
+            "tail"
+        )
     min_tail = 1e-6 if divergence == "reverse_kl" else 0.0
     tail = losses.log_tail(stats, teacher.tail_log_prob, min_tail) if support == "tail" else None
     if divergence == "forward_kl":

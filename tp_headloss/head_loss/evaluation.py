@@ -8,17 +8,19 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..engine.reductions import StatisticValue
 from ..statistics import VocabStatistics, known_statistics
-from .statistic_value import StatisticValue
 from .token_sums import expect_per_token, metric_sums
 
-# names that have a meaning of their own in `mean_metrics` or in `HeadLossOutput`, and beginnings of such names
+# names that have a meaning of their own in `mean_metrics` or in `HeadLossOutput`, and beginnings of
+# such names
 RESERVED = {"loss", "perplexity", "num_tokens", "num_sequences"}
 LOSSES = "loss/", "weighted/", "count/loss/"
 
 
 class StatisticsFunction(NamedTuple):
-    """Function of the statistics and of named inputs, with the name that error messages use for its owner."""
+    """Function of the statistics and of named inputs, with the name that error messages use for its
+    owner."""
 
     owner: str
     function: Callable | StatisticValue
@@ -27,7 +29,8 @@ class StatisticsFunction(NamedTuple):
 
 
 def names_read(function) -> set[str]:
-    """Names of statistics, among others, that a function's code or the arguments of a `partial` say."""
+    """Names of statistics, among others, that a function's code or the arguments of a `partial`
+    say."""
     if isinstance(function, partial):
         return names_read(function.func) | {x for x in function.args if isinstance(x, str)}
     if isinstance(function, StatisticValue):
@@ -44,10 +47,14 @@ def evaluate(
 ):
     """Evaluate functions and metrics.
 
-    Returns the functions' per-token values (None for a `StatisticValue`, which the reduction evaluates), the metrics'
-    sums over tokens by name, and, with the input "sequences", their sums over sequences of each sequence's mean.
+    Returns the functions' per-token values (None for a `StatisticValue`, which the reduction
+    evaluates), the metrics' sums over tokens by name, and, with the input "sequences", their sums
+    over sequences of each sequence's mean.
     """
-    values = [None if isinstance(f.function, StatisticValue) else _call_function(f, stats, inputs) for f in functions]
+    values = [
+        None if isinstance(f.function, StatisticValue) else _call_function(f, stats, inputs)
+        for f in functions
+    ]
     for function, value in zip(functions, values):
         if not isinstance(function.function, StatisticValue):
             if value is None:
@@ -57,21 +64,29 @@ def evaluate(
         by_token, by_sequence = _metric_values(metrics, stats, inputs), {}
         if by_token and (sequences := inputs.get("sequences")) is not None:
             by_token.setdefault("num_tokens", torch.ones_like(stats.lse))
-            share = sequences.token_share if token_weight is None else sequences.token_share * token_weight
+            share = (
+                sequences.token_share
+                if token_weight is None
+                else sequences.token_share * token_weight
+            )
             by_sequence = metric_sums(by_token, stats.valid, share)
             by_sequence["num_sequences"] = sequences.count / sequences.ranks
         return values, metric_sums(by_token, stats.valid, token_weight), by_sequence
 
 
 def compiled_evaluate() -> Callable:
-    """Compile a copy of `evaluate`. torch limits recompilations per code object, so every HeadLoss needs its own."""
+    """Compile a copy of `evaluate`. torch limits recompilations per code object, so every HeadLoss
+    needs its own."""
     own = types.FunctionType(evaluate.__code__.replace(), globals(), evaluate.__name__)
     return torch.compile(own)
 
 
 @contextlib.contextmanager
-def expect_unchanged(functions: list[StatisticsFunction], stats: VocabStatistics, inputs: dict[str, Any]):
-    """Raise RuntimeError if functions that are evaluated within write to what others, and the caller, read as well.
+def expect_unchanged(
+    functions: list[StatisticsFunction], stats: VocabStatistics, inputs: dict[str, Any]
+):
+    """Raise RuntimeError if functions that are evaluated within write to what others, and the
+    caller, read as well.
 
     Tensors of torch.inference_mode() do not say whether they were written to.
     """
@@ -90,8 +105,8 @@ def expect_unchanged(functions: list[StatisticsFunction], stats: VocabStatistics
     if error is not None or versions() != before:
         owners = [f.owner for f in functions if not isinstance(f.function, StatisticValue)]
         raise RuntimeError(
-            "functions of statistics and inputs must not change them in place (x *= 2, x.exp_()), which others read "
-            f"as well: write x = x * 2; got a change by {' or '.join(owners)}"
+            "functions of statistics and inputs must not change them in place (x *= 2, x.exp_()), "
+            f"which others read as well: write x = x * 2; got a change by {' or '.join(owners)}"
         ) from error
 
 
@@ -101,13 +116,22 @@ def _metric_values(metrics, stats, inputs) -> dict[str, torch.Tensor]:
     for metric in metrics:
         new = _call_function(metric, stats, inputs)
         if not isinstance(new, dict):
-            raise TypeError(f"{metric.owner} must return values by name, a dict, got {type(new).__name__}")
+            raise TypeError(
+                f"{metric.owner} must return values by name, a dict, got {type(new).__name__}"
+            )
         if unnamed := [name for name in new if not isinstance(name, str) or not name]:
-            raise TypeError(f"{metric.owner} must name its values by strings, not empty, got {unnamed}")
+            raise TypeError(
+                f"{metric.owner} must name its values by strings, not empty, got {unnamed}"
+            )
         if any(value is None for value in new.values()):
             _expect_statistics(metric, stats)
-        if reserved := {x for x in new if x in RESERVED or x.startswith(LOSSES)} - {*metric.may_return}:
-            raise ValueError(f"{metric.owner} must not return {sorted(reserved)}, names that mean_metrics uses itself")
+        if reserved := {x for x in new if x in RESERVED or x.startswith(LOSSES)} - {
+            *metric.may_return
+        }:
+            raise ValueError(
+                f"{metric.owner} must not return {sorted(reserved)}, names that mean_metrics uses "
+                "itself"
+            )
         for name, value in new.items():
             expect_per_token(f"metric {name!r}", value, stats.lse.shape)
         expect_distinct_names(values, new)
@@ -122,7 +146,8 @@ def expect_distinct_names(metrics: dict[str, torch.Tensor], others: dict[str, to
 
 
 def _call_function(function: StatisticsFunction, stats, inputs):
-    """Call a function. Raises ValueError if it reads an optional statistic that no term or metric asked for."""
+    """Call a function. Raises ValueError if it reads an optional statistic that no term or metric
+    asked for."""
     try:
         return function.function(stats, **{name: inputs[name] for name in function.inputs})
     except (TypeError, AttributeError) as error:
@@ -131,10 +156,14 @@ def _call_function(function: StatisticsFunction, stats, inputs):
 
 
 def _expect_statistics(function: StatisticsFunction, stats, error: Exception | None = None):
-    """Raise ValueError if a function's code names an optional statistic that no term or metric asked for."""
+    """Raise ValueError if a function's code names an optional statistic that no term or metric
+    asked for."""
     used = names_read(function.function)
-    absent = [name for name in known_statistics() if name in used and getattr(stats, name, None) is None]
+    absent = [
+        name for name in known_statistics() if name in used and getattr(stats, name, None) is None
+    ]
     if absent:
         raise ValueError(
-            f"{function.owner} uses the statistics {absent}, which nothing wants: give it want={tuple(absent)}"
+            f"{function.owner} uses the statistics {absent}, which nothing wants: give it "
+            f"want={tuple(absent)}"
         ) from error

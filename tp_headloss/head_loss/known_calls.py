@@ -1,10 +1,10 @@
-"""Calls of logits, or of hidden states and a weight, labels and inputs per token: checked once per kind.
+"""Calls of logits, or of hidden states and a weight, labels and inputs per token: checked once per
+kind.
 
-The checks of such a call read metadata alone. Their result is remembered by that metadata, so that the next call of the
-same kind begins with its kernels. What is remembered holds neither a tensor of a call nor a process group.
+The checks of such a call read metadata alone. Their result is remembered by that metadata, so that
+the next call of the same kind begins with its kernels. What is remembered holds neither a tensor of
+a call nor a process group.
 """
-
-from typing import Any
 
 import torch
 
@@ -16,15 +16,24 @@ from ..linear_head.call import LinearCall
 from ..ranks.shard import VocabShard
 from .call import Call, expect_denominator
 from .definition import HeadLossDefinition
+from .linear_ways import LinearWay
 
 MOST_KINDS = 256  # batches of any size are a kind each
 
 
-def kind_of_call(options: Options | None, logits, labels, shard, denominator, inputs) -> tuple | None:
-    """Everything that the checks of a call read, but its denominator's value; None: it must be looked at each time."""
+def kind_of_call(
+    options: Options | None, logits, labels, shard, denominator, inputs
+) -> tuple | None:
+    """Everything that the checks of a call read, but its denominator's value; None: it must be
+    looked at each time."""
     if isinstance(denominator, torch.Tensor) and type(denominator) is not torch.Tensor:
         return None
-    if not can_skip_dispatch(logits) or type(labels) is not torch.Tensor or logits.is_neg() or logits.is_nested:
+    if (
+        not can_skip_dispatch(logits)
+        or type(labels) is not torch.Tensor
+        or logits.is_neg()
+        or logits.is_nested
+    ):
         return None
     has_values = inputs or isinstance(denominator, torch.Tensor)  # which check=True looks at
     if options is not None and (options.validate != "metadata" or (options.check and has_values)):
@@ -37,7 +46,9 @@ def kind_of_call(options: Options | None, logits, labels, shard, denominator, in
             type(x) is not torch.Tensor or x.shape != labels.shape for x in inputs.values()
         ):
             return None
-        input_facts = tuple([(name, x.dtype, x.device, x.requires_grad) for name, x in inputs.items()])
+        input_facts = tuple(
+            [(name, x.dtype, x.device, x.requires_grad) for name, x in inputs.items()]
+        )
     given = None if shard is None else (shard.facts, shard.stop)
     trained = None if denominator is None else getattr(denominator, "requires_grad", False)
     logits_facts = logits.shape, logits.dtype, logits.stride(), logits.device
@@ -47,47 +58,96 @@ def kind_of_call(options: Options | None, logits, labels, shard, denominator, in
 def kind_of_linear_call(
     options: Options | None, hidden, weight, labels, shard, denominator, inputs, linear: Linear
 ) -> tuple | None:
-    """`kind_of_call` of hidden states and the weight of a linear head, with what decides its mode."""
+    """`kind_of_call` of hidden states and the weight of a linear head, with what decides its
+    mode."""
     kind = kind_of_call(options, hidden, labels, shard, denominator, inputs)
     if kind is None or type(weight) not in (torch.Tensor, torch.nn.Parameter) or weight.is_neg():
         return None
-    if hidden.is_meta or not hidden.layout == weight.layout == torch.strided:  # no memory, or none of its own
+    # no memory, or none of its own
+    if hidden.is_meta or not hidden.layout == weight.layout == torch.strided:
         return None
-    if type(linear) is not Linear or linear.max_valid_tokens is not None or isinstance(linear.upstream, torch.Tensor):
+    if (
+        type(linear) is not Linear
+        or linear.max_valid_tokens is not None
+        or isinstance(linear.upstream, torch.Tensor)
+    ):
         return None
-    place = weight.shape, weight.dtype, weight.stride(), weight.device, weight.data_ptr() % 16, hidden.data_ptr() % 16
+    place = (
+        weight.shape,
+        weight.dtype,
+        weight.stride(),
+        weight.device,
+        weight.data_ptr() % 16,
+        hidden.data_ptr() % 16,
+    )
     device = hidden.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     return linear, autocast, torch.is_grad_enabled(), *place, *kind
 
 
-def checked_before(definition: HeadLossDefinition, kind: tuple, x, weight, labels, shard, denominator, inputs) -> Any:
-    """The call, and its request or linear head's call, if this kind was checked before. x: logits or hidden states."""
+def checked_before(
+    definition: HeadLossDefinition, kind: tuple, logits, labels, shard, denominator, inputs
+):
+    """Return the call and its request if this kind was checked before, else None."""
     known = definition.plan.checked.get(kind)
     if known is None:
         return None
-    if shard is not None:
-        shard.expect_live_group()
-    expect_denominator(denominator, definition.reduction, labels.device)
-    call = Call(definition, labels, None, None, None, denominator, None, inputs or {}, None, definition.plan.summed[0])
-    if isinstance(known, LinearCall):
-        return call, known.again(x, weight, labels, shard)
-    tensors = Tensors(known.order.flatten(x), known.order.flatten(labels).contiguous())
+    call = _call_again(definition, labels, shard, denominator, inputs)
+    tensors = Tensors(known.order.flatten(logits), known.order.flatten(labels).contiguous())
     return call, known._replace(tensors=tensors, shard=shard or known.shard)
 
 
-def remember(kind: tuple | None, call: Call, found: Request | LinearCall) -> tuple[Call, Any]:
-    """Keep what the checks of a call found, unless it is of no kind; return both for the first call."""
-    checked = call.definition.plan.checked
+def linear_checked_before(
+    definition: HeadLossDefinition, kind: tuple, hidden, weight, labels, shard, denominator, inputs
+):
+    """Return the call, its linear head's and its way if this kind was checked before, else None."""
+    known = definition.plan.checked.get(kind)
+    if known is None:
+        return None
+    head, way = known
+    call = _call_again(definition, labels, shard, denominator, inputs)
+    return call, head.again(hidden, weight, labels, shard), way
+
+
+def _call_again(definition: HeadLossDefinition, labels, shard, denominator, inputs) -> Call:
+    """Return a call of a kind that was checked before."""
+    if shard is not None:
+        shard.expect_live_group()
+    expect_denominator(denominator, definition.reduction, labels.device)
+    return Call(
+        definition,
+        labels,
+        None,
+        None,
+        None,
+        denominator,
+        None,
+        inputs or {},
+        None,
+        definition.plan.summed[0],
+    )
+
+
+def remember(kind: tuple | None, call: Call, request: Request):
+    """Keep what the checks of a call found, unless it is of no kind."""
+    if kind is not None and call.total_weight is None:
+        _room(call)[kind] = request._replace(
+            tensors=None, shard=None if kind[-1] else request.shard, ways={}
+        )
+
+
+def remember_linear(kind: tuple | None, call: Call, head: LinearCall, way: LinearWay):
+    """Keep what the checks of a linear head's call found, and its way, unless it is of no kind."""
     if kind is None or call.total_weight is not None:
-        return call, found
+        return
+    # a tensor may require a gradient in the next call, which rules out one sweep
+    if not any(isinstance(term.weight, torch.Tensor) for term in call.definition.terms):
+        _room(call)[kind] = head.without_tensors(kind[-1] is not None), way
+
+
+def _room(call: Call) -> dict:
+    """The kinds that are known, without all of them if there are too many."""
+    checked = call.definition.plan.checked
     if len(checked) >= MOST_KINDS:
         checked.clear()
-    if isinstance(found, LinearCall):
-        # a tensor may require a gradient in the next call, which rules out one sweep
-        if not any(isinstance(term.weight, torch.Tensor) for term in call.definition.terms):
-            checked[kind] = found.without_tensors(kind[-1] is not None)
-        return call, found
-    found = found._replace(steps={})
-    checked[kind] = found._replace(tensors=None, shard=None if kind[-1] else found.shard)
-    return call, found
+    return checked

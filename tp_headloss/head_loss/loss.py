@@ -1,4 +1,5 @@
-"""`HeadLoss`: weighted terms over one set of statistics, with one pass over the logits and one denominator."""
+"""`HeadLoss`: weighted terms over one set of statistics, with one pass over the logits and one
+denominator."""
 
 from __future__ import annotations
 
@@ -16,24 +17,45 @@ from ..call.compile import uncompiled_where_needed
 from ..call.given import LINES, Given
 from ..call.request_of import build_request
 from ..call.statistics import computed_statistics
-from ..engine.one_read import InForward, gradient_in_forward, is_asked_for
+from ..engine.request import Request
+from ..engine.ways import Case, Explanation, explained, way_of
 from ..linear_head.call import LinearCall
 from ..ranks.shard import VocabShard
-from ..spec import Bias, Floating, Labels, Logits, OneOf, Rows, Scalar, TokenWeight, checked, described
+from ..spec import (
+    Bias,
+    Floating,
+    Labels,
+    Logits,
+    OneOf,
+    Rows,
+    Scalar,
+    TokenWeight,
+    checked,
+    described,
+)
+from ..validation import refuse_transforms
 from .call import Call, Inputs, check_call, local_arguments, replicated_facts
 from .definition import REDUCTIONS, HeadLossDefinition
 from .evaluation import compiled_evaluate, evaluate, expect_unchanged
-from .known_calls import checked_before, kind_of_call, kind_of_linear_call, remember
-from .linear_modes import linear_output, sweep_tokens
+from .known_calls import (
+    checked_before,
+    kind_of_call,
+    kind_of_linear_call,
+    linear_checked_before,
+    remember,
+    remember_linear,
+)
+from .linear_ways import explained_linear, linear_output, linear_way_of
 from .output import HeadLossOutput, make_output
-from .reduction import fused_reduction, reduction_at_once, reduction_in_one
+from .reduction import CallLoss
 from .terms import Metrics, Terms
 
 NO_OPTIONS = Linear()
 
 
 def _argument(name: str, doc: str) -> property:
-    """A property that reads an argument of `HeadLoss`, and checks all of them again when it is assigned."""
+    """A property that reads an argument of `HeadLoss`, and checks all of them again when it is
+    assigned."""
 
     def read(self):
         return self._definition.arguments()[name]
@@ -46,29 +68,34 @@ def _argument(name: str, doc: str) -> property:
 
 @checked
 class HeadLoss(nn.Module):
-    """Weighted terms over one set of statistics: one pass over the logits, one collective, one backward kernel.
+    """Weighted terms over one set of statistics: one pass over the logits, one collective, one
+    backward kernel.
 
     Args:
         terms: one `Term`, or a list of terms with distinct names; by default `CrossEntropy`.
-        metrics: names, "accuracy", "entropy", "log_prob", "lse", "rank" and the statistics of teachers and sets, and
-            `Metric`s such as ``PolicyMetrics()``; one, or a list.
-        reduction: "mean" divides every term by the number of valid tokens, or by the sum of the token weights and of
-            the labels' class weights where there are any; "sum" divides by nothing; "none" returns a loss per token.
-            The reductions of `Sequences.aggregate` ("seq-mean-token-mean", ...) weigh tokens by their sequence and need
-            the input "sequences". A caller's denominator replaces a mean's. A divisor of 0 gives 0 and zero gradient.
-            verl's names "token-mean" and "token-sum" are taken for "mean" and "sum".
+        metrics: names, "accuracy", "entropy", "log_prob", "lse", "rank" and the statistics of
+            teachers and sets, and `Metric`s such as ``PolicyMetrics()``; one, or a list.
+        reduction: "mean" divides every term by the number of valid tokens, or by the sum of the
+            token weights and of the labels' class weights where there are any; "sum" divides by
+            nothing; "none" returns a loss per token. The reductions of `Sequences.aggregate`
+            ("seq-mean-token-mean", ...) weigh tokens by their sequence and need the input
+            "sequences". A caller's denominator replaces a mean's. A divisor of 0 gives 0 and zero
+            gradient. verl's names "token-mean" and "token-sum" are taken for "mean" and "sum".
         ignore_index: label of tokens that have no loss and no gradient.
         options: as in `vocab_statistics`.
-        compile: True evaluates the terms' and metrics' own PyTorch through torch.compile, as one kernel each way
-            instead of one per operation. A `StatisticValue` needs no compilation. torch recompiles for new kinds of
-            inputs until it reaches a limit (torch._dynamo.config.recompile_limit), and then continues in eager.
+        compile: True evaluates the terms' and metrics' own PyTorch through torch.compile, as one
+            kernel each way instead of one per operation. A `StatisticValue` needs no compilation.
+            torch recompiles for new kinds of inputs until it reaches a limit
+            (torch._dynamo.config.recompile_limit), and then continues in eager.
 
     Examples:
         >>> head_loss = HeadLoss([CrossEntropy(), ZLoss(1e-4)], metrics=("accuracy", "entropy"))
         >>> head_loss
         HeadLoss(terms=[cross_entropy, 0.0001 * z_loss], metrics=[accuracy, entropy], reduction='mean')
         >>> logits = torch.zeros(2, 4, requires_grad=True)
-        >>> out = head_loss(logits, torch.tensor([0, -100]), denominator=2)  # of 2 tokens in the global batch
+        >>> out = head_loss(
+        ...     logits, torch.tensor([0, -100]), denominator=2
+        ... )  # of 2 tokens in the global batch
         >>> out.loss.backward()
         >>> logits.grad[0]
         tensor([-0.3750,  0.1250,  0.1250,  0.1250])
@@ -85,7 +112,9 @@ class HeadLoss(nn.Module):
         compile: bool = False,
     ):
         super().__init__()
-        self._definition = HeadLossDefinition.checked(terms, metrics, reduction, ignore_index, options)
+        self._definition = HeadLossDefinition.checked(
+            terms, metrics, reduction, ignore_index, options
+        )
         self.compile_terms = compile
         self._evaluate: Callable | None = None
 
@@ -122,67 +151,193 @@ class HeadLoss(nn.Module):
         transform: Transform | None = None,
         inputs: Inputs | None = None,
     ) -> HeadLossOutput:
-        """Loss of logits [.., width] sharded on V, labels [..] replicated -> `HeadLossOutput`, replicated.
+        """Loss of logits [.., width] sharded on V, labels [..] replicated -> `HeadLossOutput`,
+        replicated.
 
         Forward: one collective. Backward: no communication.
 
         Args:
             logits, labels, shard, transform: as in `vocab_statistics`.
-            token_weight: [..], multiplies every term; a loss mask, say. A token of weight 0 counts as ignored, whatever
-                its logits or its loss are, unless the weights require a gradient; with the input "sequences" only its
-                own loss is left out, and sums and ratios of its sequence still include it, as the sequences' mask says.
-                The mean divides by the sum of the weights, so weights of both signs need a denominator from the caller.
-            denominator: a number or a scalar tensor that every term is divided by; with gradient accumulation or data
-                parallelism, the global count of tokens (or sequences). At least 0; a tensor's value is looked at with
-                ``Options(check=True)`` alone.
-            inputs: arguments of terms and metrics besides the statistics, by name, replicated: tensors, scalar or with
-                as many dimensions as [..] that broadcast to it, in its own shape a value per token (so log-probs must
-                be); with sequences, tensors [B] with a value per sequence, which terms get as [..] too, where that is
-                not the labels' shape; for terms of "log_probs_at", tensors [.., K], "ids" among them; "sequences", a
-                `Sequences` with the labels' shape, whose mask ignores tokens; "teacher", a `Teacher` or a
-                `TopKTeacher`; "sets", `IdSets`.
+            token_weight: [..], multiplies every term; a loss mask, say. A token of weight 0 counts
+                as ignored, whatever its logits or its loss are, unless the weights require a
+                gradient; with the input "sequences" only its own loss is left out, and sums and
+                ratios of its sequence still include it, as the sequences' mask says. The mean
+                divides by the sum of the weights, so weights of both signs need a denominator from
+                the caller.
+            denominator: a number or a scalar tensor that every term is divided by; with gradient
+                accumulation or data parallelism, the global count of tokens (or sequences). At
+                least 0; a tensor's value is looked at with ``Options(check=True)`` alone.
+            inputs: arguments of terms and metrics besides the statistics, by name, replicated:
+                tensors, scalar or with as many dimensions as [..] that broadcast to it, in its own
+                shape a value per token (so log-probs must be); with sequences, tensors [B] with a
+                value per sequence, which terms get as [..] too, where that is not the labels'
+                shape; for terms of "log_probs_at", tensors [.., K], "ids" among them; "sequences",
+                a `Sequences` with the labels' shape, whose mask ignores tokens; "teacher", a
+                `Teacher` or a `TopKTeacher`; "sets", `IdSets`.
 
         Raises:
-            TypeError, ValueError: the errors of `vocab_statistics`, and inputs that terms need and did not get.
+            TypeError, ValueError: the errors of `vocab_statistics`, and inputs that terms need and
+                did not get.
         """
-        kind = None
-        if token_weight is None and transform is None:
-            kind = kind_of_call(self._definition.options, logits, labels, shard, denominator, inputs)
-        found = kind and checked_before(self._definition, kind, logits, None, labels, shard, denominator, inputs)
+        kind = self._kind(logits, labels, shard, token_weight, denominator, transform, inputs)
+        found = kind and checked_before(
+            self._definition, kind, logits, labels, shard, denominator, inputs
+        )
         if found is None:
             given = self._given(logits, labels, shard, transform)
-            found = remember(kind, *self._checked(given, token_weight, denominator, inputs))
-        call, request = found
-        reduction = fused_reduction(call, request.tensors.logits, request.facts.backend)
-        at_once, options = reduction_at_once(call, reduction), self._definition.options or DEFAULTS
-        if is_asked_for(request, options):
-            in_one = reduction_in_one(call, request.facts.vocab_size, reduction)
-            if gradient_in_forward(request, in_one, options.gradient == "forward"):
-                assert in_one is not None
-                record = None if options.inplace else self._definition.plan.record  # over the logits: for 1
-                at_once = in_one._replace(in_forward=InForward(record=record))
-        stats, loss, sums = computed_statistics(request, call.labels, self._definition.options, at_once)
-        return make_output(call, stats, self._evaluate_functions, reduction, loss, sums)
+            call, request = self._checked(given, token_weight, denominator, inputs)
+            remember(kind, call, request)
+        else:
+            call, request = found
+        case = self._case(call, request)
+        way = way_of(case)
+        stats, loss, sums = computed_statistics(
+            request, call.labels, self._definition.options, way, way.reduction(case.loss)
+        )
+        return make_output(call, stats, self._evaluate_functions, case.loss.fused, loss, sums)
 
     if TYPE_CHECKING:
         __call__ = forward  # so that calls are typed; nn.Module's says Any
 
+    @described
+    def explain(
+        self,
+        logits: Logits,
+        labels: Labels,
+        *,
+        shard: VocabShard | None = None,
+        token_weight: TokenWeight | None = None,
+        denominator: Scalar | float | None = None,
+        transform: Transform | None = None,
+        inputs: Inputs | None = None,
+    ) -> Explanation:
+        """Say which way later calls with such arguments take, and what stands in the way of each
+        quicker one.
+
+        It looks at metadata, and computes nothing. With ``Options(validate=)`` that compares
+        arguments, all ranks call it.
+
+        Args:
+            logits, labels, shard, token_weight, denominator, transform, inputs: as in `forward`.
+
+        Raises:
+            TypeError, ValueError: as in `forward`.
+
+        Examples:
+            >>> logits, labels = torch.zeros(2, 8, requires_grad=True), torch.tensor([1, 2])
+            >>> found = HeadLoss().explain(logits, labels)
+            >>> found.way, found.obstacles["one read"]
+            ('general', 'needs bfloat16 logits on a GPU, got torch.float32 on cpu')
+        """
+        kind = self._kind(logits, labels, shard, token_weight, denominator, transform, inputs)
+        given = self._given(logits, labels, shard, transform)
+        call, request = self._checked(given, token_weight, denominator, inputs)
+        if kind is not None:
+            request = request._replace(ways={})
+        return explained(self._case(call, request))
+
+    @described
+    def explain_linear(
+        self,
+        hidden: Floating,
+        weight: Rows,
+        labels: Labels,
+        *,
+        bias: Bias | None = None,
+        shard: VocabShard | None = None,
+        token_weight: TokenWeight | None = None,
+        denominator: Scalar | float | None = None,
+        transform: Transform | None = None,
+        inputs: Inputs | None = None,
+        linear: Linear | None = None,
+    ) -> Explanation:
+        """Say which way `linear` takes with such arguments, as `explain` does for logits.
+
+        Args:
+            hidden, weight, labels, bias, shard, token_weight, denominator, transform, inputs,
+            linear: as in `linear`.
+
+        Raises:
+            TypeError, ValueError: as in `linear`.
+
+        Examples:
+            >>> hidden, weight = torch.ones(2, 8, requires_grad=True), torch.nn.Parameter(torch.ones(4, 8))
+            >>> print(HeadLoss(reduction="none").explain_linear(hidden, weight, torch.tensor([0, 1])))
+            the way is blocks
+            one sweep: a loss per token has no scalar upstream gradient
+            epilogues: they were not compared with blocks of logits on such a device
+        """
+        call, head = self._checked_linear(
+            hidden,
+            weight,
+            labels,
+            bias,
+            shard,
+            token_weight,
+            denominator,
+            transform,
+            inputs,
+            linear or NO_OPTIONS,
+        )
+        return explained_linear(call, head)
+
+    def _kind(
+        self, logits, labels, shard, token_weight, denominator, transform, inputs
+    ) -> tuple | None:
+        """The kind of a call, or None where its checks look at more than that."""
+        if token_weight is not None or transform is not None:
+            return None
+        return kind_of_call(self._definition.options, logits, labels, shard, denominator, inputs)
+
+    def _checked_linear(
+        self,
+        hidden,
+        weight,
+        labels,
+        bias,
+        shard,
+        token_weight,
+        denominator,
+        transform,
+        inputs,
+        linear,
+    ) -> tuple[Call, LinearCall]:
+        """Check the arguments of `linear`."""
+        LINES["linear"].check("linear", linear, {})
+        given = self._given(None, labels, shard, transform)
+        given = given._replace(hidden=hidden, weight=weight, bias=bias, linear=linear)
+        return self._checked(given, token_weight, denominator, inputs)
+
+    def _case(self, call: Call, request: Request) -> Case:
+        """The call as its ways look at it."""
+        refuse_transforms()
+        options, facts = self._definition.options or DEFAULTS, request.facts
+        loss = CallLoss(call, request.tensors.logits, facts.backend, facts.vocab_size)
+        return Case(request, loss, options.gradient, options.inplace, self._definition.plan.record)
+
     def _checked(self, given: Given, token_weight, denominator, inputs) -> tuple[Call, Any]:
-        """Check the arguments of a call -> the call, and the request for its statistics, or the linear head's call."""
+        """Check the arguments of a call -> the call, and the request for its statistics, or the
+        linear head's call."""
         name = "HeadLoss" if given.linear is None else "HeadLoss.linear"
         with Agreement(given.options, given.shard) as agreement:
             tokens, given = given.tokens, given.local()
-            token_weight, denominator, inputs = local_arguments(tokens, given, token_weight, denominator, inputs)
+            token_weight, denominator, inputs = local_arguments(
+                tokens, given, token_weight, denominator, inputs
+            )
             definition = self._definition
-            if torch.compiler.is_compiling():  # a graph cannot take the functions of a plan from outside
+            # a graph cannot take the functions of a plan from outside
+            if torch.compiler.is_compiling():
                 definition = definition.planned()
             facts = replicated_facts(definition, token_weight, denominator, inputs)
             agreement.record(name, given.shard, **facts, **given.facts())
             call = check_call(definition, given, token_weight, denominator, inputs)
             given = given._replace(
-                labels=call.labels, teacher=call.inputs.get("teacher"), sets=call.inputs.get("sets"), ids=call.ids,
+                labels=call.labels,
+                teacher=call.inputs.get("teacher"),
+                sets=call.inputs.get("sets"),
+                ids=call.ids,
                 total_weight=call.total_weight,
-            )  # fmt: skip
+            )
             return call, build_request(given) if given.linear is None else LinearCall.checked(given)
 
     @uncompiled_where_needed
@@ -201,13 +356,15 @@ class HeadLoss(nn.Module):
         inputs: Inputs | None = None,
         linear: Linear | None = None,
     ) -> HeadLossOutput:
-        """Loss of the logits hidden @ weight^T + bias, which never exist as a whole -> `HeadLossOutput`, replicated.
+        """Loss of the logits hidden @ weight^T + bias, which never exist as a whole ->
+        `HeadLossOutput`, replicated.
 
-        One sweep, where the forward computes the gradients, needs: a reduction other than "none"; terms that are
-        `Term.tokenwise`, as built-in terms are unless they take "sequences" or look at all tokens; a denominator from
-        the caller for terms with a `Term.token_weight`, such as class weights; no gradient of weights, denominator,
-        inputs or what a term's function closes over; a declared `Linear.upstream` (the loss scale) in float16;
-        torch.is_grad_enabled(); no torch.compile. Its statistics cannot be differentiated; trying raises RuntimeError.
+        One sweep, where the forward computes the gradients, needs: a reduction other than "none";
+        terms that are `Term.tokenwise`, as built-in terms are unless they take "sequences" or look
+        at all tokens; a denominator from the caller for terms with a `Term.token_weight`, such as
+        class weights; no gradient of weights, denominator, inputs or what a term's function closes
+        over; a declared `Linear.upstream` (the loss scale) in float16; torch.is_grad_enabled(); no
+        torch.compile. Its statistics cannot be differentiated; trying raises RuntimeError.
 
         Args:
             hidden, weight, bias, shard: as in `linear_vocab_statistics`.
@@ -215,25 +372,47 @@ class HeadLoss(nn.Module):
             labels, token_weight, denominator, transform, inputs: as in `forward`.
 
         Raises:
-            TypeError, ValueError: as in `forward`; a budget that is too small, or a mode that the call rules out.
+            TypeError, ValueError: as in `forward`; a budget that is too small, or a mode that the
+                call rules out.
 
         Examples:
-            >>> hidden, weight = torch.ones(2, 8, requires_grad=True), torch.nn.Parameter(torch.ones(4, 8))  # [V/P, H]
+            >>> hidden, weight = (
+            ...     torch.ones(2, 8, requires_grad=True),
+            ...     torch.nn.Parameter(torch.ones(4, 8)),
+            ... )  # [V/P, H]
             >>> HeadLoss().linear(hidden, weight, torch.tensor([0, 1])).loss.detach()
             tensor(1.3863)
         """
-        linear, options, kind = NO_OPTIONS if linear is None else linear, self._definition.options, None
+        linear, options, kind = (
+            NO_OPTIONS if linear is None else linear,
+            self._definition.options,
+            None,
+        )
         if token_weight is None and transform is None and bias is None:
-            kind = kind_of_linear_call(options, hidden, weight, labels, shard, denominator, inputs, linear)
-        found = kind and checked_before(self._definition, kind, hidden, weight, labels, shard, denominator, inputs)
+            kind = kind_of_linear_call(
+                options, hidden, weight, labels, shard, denominator, inputs, linear
+            )
+        found = kind and linear_checked_before(
+            self._definition, kind, hidden, weight, labels, shard, denominator, inputs
+        )
         if found is None:
-            LINES["linear"].check("linear", linear, {})
-            given = self._given(None, labels, shard, transform)
-            given = given._replace(hidden=hidden, weight=weight, bias=bias, linear=linear)
-            call, head = self._checked(given, token_weight, denominator, inputs)
-            found = remember(kind, call, head._replace(sweep_tokens=sweep_tokens(call, head)))
-        call, head = found
-        return linear_output(call, head, self._evaluate_functions)
+            call, head = self._checked_linear(
+                hidden,
+                weight,
+                labels,
+                bias,
+                shard,
+                token_weight,
+                denominator,
+                transform,
+                inputs,
+                linear,
+            )
+            way = linear_way_of(call, head)
+            remember_linear(kind, call, head, way)
+        else:
+            call, head, way = found
+        return linear_output(call, head, way, self._evaluate_functions)
 
     def _given(self, logits, labels, shard, transform) -> Given:
         """The arguments of a call with those of the definition."""
@@ -241,7 +420,8 @@ class HeadLoss(nn.Module):
         return given._replace(ignore_index=self.ignore_index)
 
     def _evaluate_functions(self, functions, metrics, stats, inputs, *args):
-        """Call `evaluate`, or this module's compiled copy of it; within torch.compile, which compiles it, as it is."""
+        """Call `evaluate`, or this module's compiled copy of it; within torch.compile, which
+        compiles it, as it is."""
         if torch.compiler.is_compiling():
             return evaluate(functions, metrics, stats, inputs, *args)
         if self._evaluate is None:
@@ -250,8 +430,13 @@ class HeadLoss(nn.Module):
             return self._evaluate(functions, metrics, stats, inputs, *args)
 
     def __getstate__(self):
-        """Attributes without the compiled function, which can be neither copied nor pickled, and what is worked out."""
-        return {**self.__dict__, "_evaluate": None, "_definition": self._definition._replace(plan=None)}
+        """Attributes without the compiled function, which can be neither copied nor pickled, and
+        what is worked out."""
+        return {
+            **self.__dict__,
+            "_evaluate": None,
+            "_definition": self._definition._replace(plan=None),
+        }
 
     def __setstate__(self, state):
         super().__setstate__(state)

@@ -8,6 +8,7 @@ from typing import Annotated, NamedTuple, TypeAlias
 
 import torch
 
+from ..engine.reductions import FusedReduction
 from ..ranks.comm import combine_metrics, reduce_metrics
 from ..ranks.shard import Group
 from ..spec import Instance, TupleOf, checked
@@ -15,31 +16,37 @@ from ..statistics import MaybeNone, VocabStatistics, documented_fields
 from .call import Call
 from .evaluation import expect_distinct_names
 from .reduction import reduce_tokens
-from .statistic_value import FusedReduction
 
 
 @documented_fields
 class HeadLossOutput(NamedTuple):
-    """Results of one `HeadLoss` call, replicated over the group; making them never waits for the device.
+    """Results of one `HeadLoss` call, replicated over the group; making them never waits for the
+    device.
 
-    Sums in `terms` and `metrics` are detached and run over valid tokens; `means()` makes means of them. `backward()`
-    and arithmetic (``0.5 * out + other``, a tensor) are the loss's own, ``float(out)`` and ``f"{out:.3f}"`` its value.
+    Sums in `terms` and `metrics` are detached and run over valid tokens; `means()` makes means of
+    them. `backward()` and arithmetic (``0.5 * out + other``, a tensor) are the loss's own,
+    ``float(out)`` and ``f"{out:.3f}"`` its value.
 
     Attributes:
         loss: scalar, or [..] for reduction="none"; fp32, and float64 for float64 logits.
-        count: scalar, what the mean divides by without a ``denominator``: valid tokens (the sum of their weights,
-            if there are token weights), or sequences. Counts of data- and context-parallel ranks add up.
-        terms: sum of each term's values times the reduction's token weights, without the term's own weight, by name.
-        metrics: sum of each metric's values times the token weights, the extremum for names in "max_" and "min_"; with
-            sequences also "num_tokens", the divisor of these sums.
+        count: scalar, what the mean divides by without a ``denominator``: valid tokens (the sum of
+            their weights, if there are token weights), or sequences. Counts of data- and
+            context-parallel ranks add up.
+        terms: sum of each term's values times the reduction's token weights, without the term's own
+            weight, by name.
+        metrics: sum of each metric's values times the token weights, the extremum for names in
+            "max_" and "min_"; with sequences also "num_tokens", the divisor of these sums.
         stats: `VocabStatistics` of the call.
-        sequence_metrics: with sequences and metrics, sum over sequences of each metric's mean, and "num_sequences".
-        term_counts: what the means of terms with token weights of their own (class weights, say) divide by in the place
-            of ``count``: the sum of these weights, by the term's name.
+        sequence_metrics: with sequences and metrics, sum over sequences of each metric's mean, and
+            "num_sequences".
+        term_counts: what the means of terms with token weights of their own (class weights, say)
+            divide by in the place of ``count``: the sum of these weights, by the term's name.
         weights: of the terms, by name.
 
     Examples:
-        >>> out = HeadLoss([CrossEntropy(), ZLoss(0.5)], metrics="accuracy")(torch.zeros(2, 4), torch.tensor([0, -100]))
+        >>> out = HeadLoss([CrossEntropy(), ZLoss(0.5)], metrics="accuracy")(
+        ...     torch.zeros(2, 4), torch.tensor([0, -100])
+        ... )
         >>> out.loss, out.count, out.terms, out.metrics["accuracy"] / out.count
         (tensor(2.3472), tensor(1.), {'cross_entropy': tensor(1.3863), 'z_loss': tensor(1.9218)}, tensor(1.))
         >>> out
@@ -104,8 +111,8 @@ class Observed:
 
     Attributes:
         observe: function that is called with the `last` of each call, or None.
-        last: `HeadLossOutput` of the last call, without graph and statistics, so that keeping it keeps no activations;
-            None before the first.
+        last: `HeadLossOutput` of the last call, without graph and statistics, so that keeping it
+            keeps no activations; None before the first.
         calls: number of calls.
     """
 
@@ -123,23 +130,27 @@ class Observed:
 
 @checked
 def mean_metrics(outputs: HeadLossOutput | Outputs, group: Group = None) -> dict[str, torch.Tensor]:
-    """Return the means of all terms and metrics over the valid tokens of one or several outputs, as a log shows them.
+    """Return the means of all terms and metrics over the valid tokens of one or several outputs, as
+    a log shows them.
 
     Args:
-        outputs: the output of a call, or those of all micro-batches of a step, with the same terms and metrics; at
-            least one on each rank of the group.
-        group: data- and context-parallel ranks, which hold other tokens; one small all-gather. None: this rank alone.
+        outputs: the output of a call, or those of all micro-batches of a step, with the same terms
+            and metrics; at least one on each rank of the group.
+        group: data- and context-parallel ranks, which hold other tokens; one small all-gather.
+            None: this rank alone.
 
     Returns:
-        float64 scalars by name, equal on all ranks. "loss" is the sum of the weighted terms. A term without its weight
-        is "loss/" and its name, divided by the count or, with token weights of its own, by their sum; with its weight
-        (a number 1 excepted), "weighted/" and its name. A metric "x" has its own name. It is divided by the metric
-        "count/x" if there is one. Else it is divided by "num_tokens" if that is among the metrics, as with sequences,
-        and otherwise by the count; "num_tokens" itself stays a sum. Names that begin with "max_" and "min_" are
+        float64 scalars by name, equal on all ranks. "loss" is the sum of the weighted terms. A term
+        without its weight is "loss/" and its name, divided by the count or, with token weights of
+        its own, by their sum; with its weight (a number 1 excepted), "weighted/" and its name. A
+        metric "x" has its own name. It is divided by the metric "count/x" if there is one. Else it
+        is divided by "num_tokens" if that is among the metrics, as with sequences, and otherwise by
+        the count; "num_tokens" itself stays a sum. Names that begin with "max_" and "min_" are
         extrema, "perplexity" is exp of the mean of -log p. A mean of no tokens is NaN.
 
     Raises:
-        TypeError, ValueError: no outputs, outputs of other names, or a group whose ranks share a vocabulary.
+        TypeError, ValueError: no outputs, outputs of other names, or a group whose ranks share a
+            vocabulary.
 
     Examples:
         >>> out = HeadLoss(metrics=("accuracy", "entropy"))(torch.zeros(2, 4), torch.tensor([0, 3]))
@@ -152,13 +163,22 @@ def mean_metrics(outputs: HeadLossOutput | Outputs, group: Group = None) -> dict
     parts = [_sums_by_name(out) for out in outputs]
     if any(list(part) != list(parts[0]) for part in parts):
         raise ValueError(
-            f"outputs must have the same terms and metrics in the same order, got {list(map(list, parts))}"
+            "outputs must have the same terms and metrics in the same order, got "
+            f"{list(map(list, parts))}"
         )
-    sums = reduce_metrics(combine_metrics([{**part, "": out.count} for part, out in zip(parts, outputs)]), group)
+    sums = reduce_metrics(
+        combine_metrics([{**part, "": out.count} for part, out in zip(parts, outputs)]), group
+    )
     count = sums.pop("")
     tokens = sums.get("num_tokens", count)
-    weights = {f"weighted/{name}": [out.weights[name] for out in outputs] for name in outputs[0].terms}
-    same = [name for name, found in weights.items() if all(not torch.is_tensor(x) and x == 1 for x in found)]
+    weights = {
+        f"weighted/{name}": [out.weights[name] for out in outputs] for name in outputs[0].terms
+    }
+    same = [
+        name
+        for name, found in weights.items()
+        if all(not torch.is_tensor(x) and x == 1 for x in found)
+    ]
 
     def mean(name: str) -> torch.Tensor:
         if name == "num_tokens" or name.startswith(("max_", "min_")):
@@ -169,7 +189,9 @@ def mean_metrics(outputs: HeadLossOutput | Outputs, group: Group = None) -> dict
         found = sums[name] / sums.get(f"count/{name}", tokens)
         return (-found).exp() if name == "perplexity" else found
 
-    means = {name: mean(name) for name in sums if not name.startswith("count/") or name[6:] not in sums}
+    means = {
+        name: mean(name) for name in sums if not name.startswith("count/") or name[6:] not in sums
+    }
     loss = torch.stack([means[name] for name in weights]).sum()
     return {"loss": loss} | {name: x for name, x in means.items() if name not in same}
 
@@ -191,15 +213,21 @@ def make_output(
 ) -> HeadLossOutput:
     """Evaluate and reduce what is not known yet, and name the results.
 
-    evaluate: like `evaluation.evaluate`. loss, sums: of a reduction that ran with the statistics, or None.
+    evaluate: like `evaluation.evaluate`. loss, sums: of a reduction that ran with the statistics,
+    or None.
     """
     definition, has_sequences = call.definition, call.sequences is not None
     values: list[torch.Tensor | MaybeNone] = [None] * len(call.functions)
     other_metrics: dict[str, torch.Tensor] = {}
     sequence_metrics: dict[str, torch.Tensor] = {}
     if definition.plan.evaluated[int(has_sequences)]:
-        functions = call.functions if loss is None else [], definition.plan.apart[int(has_sequences)]
-        values, other_metrics, sequence_metrics = evaluate(*functions, stats, call.inputs, call.token_weight)
+        functions = (
+            call.functions if loss is None else [],
+            definition.plan.apart[int(has_sequences)],
+        )
+        values, other_metrics, sequence_metrics = evaluate(
+            *functions, stats, call.inputs, call.token_weight
+        )
     if loss is None:
         loss, sums = reduce_tokens(call, stats, values, reduction)
     *sums, total = sums.unbind(0) if isinstance(sums, torch.Tensor) else sums
@@ -207,7 +235,9 @@ def make_output(
     named = () if has_sequences else definition.metrics
     metrics = dict(zip(named, sums[len(terms) :]))
     by_sequence = call.count is not None  # whose weights are the reduction's alone
-    term_counts = {} if by_sequence else dict(zip(definition.plan.weighted, sums[len(terms) + len(named) :]))
+    term_counts = (
+        {} if by_sequence else dict(zip(definition.plan.weighted, sums[len(terms) + len(named) :]))
+    )
     if other_metrics:
         expect_distinct_names(metrics, other_metrics)
         metrics |= other_metrics
@@ -216,4 +246,6 @@ def make_output(
     for name, weight in weights.items():
         if isinstance(weight, torch.Tensor):  # which may change after this call
             weights = weights | {name: weight.detach().clone()}
-    return HeadLossOutput(loss, count, terms, metrics, stats, sequence_metrics, term_counts, weights)
+    return HeadLossOutput(
+        loss, count, terms, metrics, stats, sequence_metrics, term_counts, weights
+    )

@@ -1,4 +1,5 @@
-"""Terms and metrics of policy optimisation: functions of the label's log-prob and of recorded log-probs."""
+"""Terms and metrics of policy optimisation: functions of the label's log-prob and of recorded
+log-probs."""
 
 from __future__ import annotations
 
@@ -24,7 +25,10 @@ OBJECTIVES: dict[str, tuple[Callable[..., torch.Tensor], tuple[str, ...]]] = {
     "cispo": (losses.cispo, ("advantages", "old_log_prob")),
     "sapo": (losses.sapo, ("advantages", "old_log_prob")),
     "gspo": (losses.gspo, ("advantages", "old_log_prob", "sequences")),
-    "gspo-length-weighted": (losses.gspo_length_weighted, ("advantages", "old_log_prob", "sequences")),
+    "gspo-length-weighted": (
+        losses.gspo_length_weighted,
+        ("advantages", "old_log_prob", "sequences"),
+    ),
     "gmpo": (losses.gmpo, ("advantages", "old_log_prob", "sequences")),
     "vespo": (losses.vespo, ("advantages", "old_log_prob", "sequences")),
     "clip-cov": (losses.clip_cov, ("advantages", "old_log_prob", "mask", "noise")),
@@ -32,7 +36,8 @@ OBJECTIVES: dict[str, tuple[Callable[..., torch.Tensor], tuple[str, ...]]] = {
     "positive-nll": (losses.positive_nll, ("rewards",)),
 }
 
-# importance_weight of `KLToReference` -> the input that holds the sampler's log-probs, "" for the policy's own
+# importance_weight of `KLToReference` -> the input that holds the sampler's log-probs, "" for the
+# policy's own
 SAMPLERS = {"on-policy": "", "old": "old_log_prob", "generator": "generator_log_prob"}
 
 
@@ -49,15 +54,20 @@ def PolicyGradient(
 ) -> Term:
     """Policy-gradient objective, by its name; "clip" is that of PPO, GRPO and DAPO.
 
-    Inputs, without gradient: "advantages" and "old_log_prob", for "reinforce" the first alone; besides, "sequences" for
-    "gspo", "gspo-length-weighted", "gmpo" and "vespo", and "noise" for "clip-cov"; for "positive-nll" only "rewards".
+    Inputs, without gradient: "advantages" and "old_log_prob", for "reinforce" the first alone;
+    besides, "sequences" for "gspo", "gspo-length-weighted", "gmpo" and "vespo", and "noise" for
+    "clip-cov"; for "positive-nll" only "rewards".
 
     Args:
-        rollout_weight: multiply the loss by the input "rollout_weight", a weight per token from `losses.rollout`.
-        rollout_log_weight: add the input "rollout_log_weight", log-weights per token, to the log-ratios of "vespo".
-        over: "sets": log-probs renormalised over each token's set (input "sets"), inputs too, as truncating samplers'.
+        rollout_weight: multiply the loss by the input "rollout_weight", a weight per token from
+            `losses.rollout`.
+        rollout_log_weight: add the input "rollout_log_weight", log-weights per token, to the
+            log-ratios of "vespo".
+        over: "sets": log-probs renormalised over each token's set (input "sets"), inputs too, as
+            truncating samplers'.
         name: the term's name, by default the objective's.
-        options: keyword arguments of the objective's function, such as ``clip=(0.2, 0.28)`` or ``dual_clip=3.0``.
+        options: keyword arguments of the objective's function, such as ``clip=(0.2, 0.28)`` or
+            ``dual_clip=3.0``.
 
     Examples:
         >>> logits, labels = torch.zeros(1, 2, 4), torch.tensor([[0, 3]])  # [batch, sequence, V]
@@ -71,8 +81,12 @@ def PolicyGradient(
     per_token, names = OBJECTIVES[objective]
     extra = {"rollout_weight": rollout_weight, "rollout_log_weight": rollout_log_weight}
     if rollout_log_weight and objective != "vespo":
-        raise ValueError(f"rollout_log_weight is an input of the objective 'vespo', got {objective!r}")
-    _expect_options(f"the objective {objective!r}", per_token, (*names, "rollout_log_weight"), options)
+        raise ValueError(
+            f"rollout_log_weight is an input of the objective 'vespo', got {objective!r}"
+        )
+    _expect_options(
+        f"the objective {objective!r}", per_token, (*names, "rollout_log_weight"), options
+    )
     function = partial(_policy_loss, per_token, options, over_sets(over, "log_prob"))
     inputs = (*(n for n in names if n != "mask"), *(flag for flag, value in extra.items() if value))
     _try_one_token(function, inputs)
@@ -98,27 +112,35 @@ def KLToReference(
     name: str = "kl",
     **options,
 ) -> Term:
-    """Estimate of KL(policy || reference), see `losses.kl_estimate`. Input, without gradient: "reference_log_prob".
+    """Estimate of KL(policy || reference), see `losses.kl_estimate`. Input, without gradient:
+    "reference_log_prob".
 
     Args:
-        importance_weight: None; "on-policy" for a weight of value 1 with the score function's gradient; "old" or
-            "generator" for the ratio to the input "old_log_prob" or "generator_log_prob", which gets no gradient.
+        importance_weight: None; "on-policy" for a weight of value 1 with the score function's
+            gradient; "old" or "generator" for the ratio to the input "old_log_prob" or
+            "generator_log_prob", which gets no gradient.
         options: the clamps of `losses.kl_estimate`.
 
     Examples:
         >>> logits, labels = torch.zeros(1, 2, 4), torch.tensor([[0, 3]])  # [batch, sequence, V]
         >>> old = log_probs(logits, labels, differentiable=False).log_prob
         >>> head_loss = HeadLoss([CrossEntropy(), KLToReference(0.1)])
-        >>> head_loss(logits, labels, inputs={"reference_log_prob": old - 1}).terms["kl"] / 2  # e^-1 + 1 - 1
+        >>> head_loss(logits, labels, inputs={"reference_log_prob": old - 1}).terms[
+        ...     "kl"
+        ... ] / 2  # e^-1 + 1 - 1
         tensor(0.3679)
     """
     names = "reference_log_prob", "sampler_log_prob", "estimator"
     _expect_options("KLToReference", losses.kl_estimate, names, options)
     sampler = importance_weight and SAMPLERS[importance_weight]
     inputs = ("reference_log_prob",) + ((sampler,) if sampler else ())
-    function = partial(_kl, losses.kl_estimate, estimator, importance_weight, options, over_sets(over, "log_prob"))
+    function = partial(
+        _kl, losses.kl_estimate, estimator, importance_weight, options, over_sets(over, "log_prob")
+    )
     _try_one_token(function, inputs)
-    return Term(name, function, weight, _wanted(over), inputs=inputs, tokenwise=True, pointwise=True)
+    return Term(
+        name, function, weight, _wanted(over), inputs=inputs, tokenwise=True, pointwise=True
+    )
 
 
 @checked
@@ -130,7 +152,8 @@ def PolicyMetrics(
     reference: bool = False,
     over: Over = "vocabulary",
 ) -> Metric:
-    """Metrics of a policy update, see `losses.policy_metrics`. Inputs: "advantages" and "old_log_prob".
+    """Metrics of a policy update, see `losses.policy_metrics`. Inputs: "advantages" and
+    "old_log_prob".
 
     Args:
         clip, dual_clip: those of the objective, which the metrics cannot know.
@@ -148,7 +171,9 @@ def PolicyMetrics(
     names: tuple[str, ...] = ("advantages", "old_log_prob")
     names += ("sequences",) * (level == "sequence") + ("reference_log_prob",) * reference
     options = {"clip": clip, "dual_clip": dual_clip}
-    function = partial(_log_prob_metrics, losses.policy_metrics, options, over_sets(over, "log_prob"))
+    function = partial(
+        _log_prob_metrics, losses.policy_metrics, options, over_sets(over, "log_prob")
+    )
     _try_one_token(function, names)
     return Metric(function, _wanted(over), names)
 
@@ -166,7 +191,9 @@ def GeneratorMetrics(bounds: Bounds = (0.5, 2.0), *, over: Over = "vocabulary") 
         >>> logits, labels = torch.zeros(1, 2, 4), torch.tensor([[0, 3]])  # [batch, sequence, V]
         >>> old = log_probs(logits, labels, differentiable=False).log_prob
         >>> inputs = {"old_log_prob": old, "generator_log_prob": old - 0.5}
-        >>> HeadLoss(metrics=GeneratorMetrics())(logits, labels, inputs=inputs).metrics["max_logprob_diff"]
+        >>> HeadLoss(metrics=GeneratorMetrics())(logits, labels, inputs=inputs).metrics[
+        ...     "max_logprob_diff"
+        ... ]
         tensor(0.5000)
     """
     statistic = over_sets(over, "log_prob")
@@ -175,12 +202,15 @@ def GeneratorMetrics(bounds: Bounds = (0.5, 2.0), *, over: Over = "vocabulary") 
 
 
 def _try_one_token(function, inputs: tuple[str, ...]):
-    """Call a function with one token, so that options which it refuses are refused where they are written."""
+    """Call a function with one token, so that options which it refuses are refused where they are
+    written."""
     zero = torch.zeros(1, 1)
     stats = VocabStatistics._make([zero] * len(VocabStatistics._fields))._replace(
         valid=torch.ones(1, 1, dtype=torch.bool)
     )
-    given = {name: Sequences.from_mask(stats.valid) if name == "sequences" else zero for name in inputs}
+    given = {
+        name: Sequences.from_mask(stats.valid) if name == "sequences" else zero for name in inputs
+    }
     with torch.no_grad():
         function(stats, **given)
 
@@ -221,14 +251,22 @@ def _log_prob_metrics(function, options, statistic, stats, **inputs):
 def _constants(stats, inputs):
     """Detach the tensors among the inputs and convert them to the statistics' precision."""
     dtype = stats.log_prob.dtype
-    tensors = {k: x.detach() if x.requires_grad else x for k, x in inputs.items() if isinstance(x, torch.Tensor)}
+    tensors = {
+        k: x.detach() if x.requires_grad else x
+        for k, x in inputs.items()
+        if isinstance(x, torch.Tensor)
+    }
     return inputs | {k: x.to(dtype) for k, x in tensors.items()}
 
 
 def _expect_options(owner: str, function, names, options):
-    """Raise TypeError or ValueError for keywords that are inputs, unknown to the function, or refused by their line."""
+    """Raise TypeError or ValueError for keywords that are inputs, unknown to the function, or
+    refused by their line."""
     allowed = sorted(set(function.lines) - {"log_prob", *names})
     if unknown := sorted(set(options) - set(allowed)):
-        raise TypeError(f"{owner} takes the options {allowed}, got {unknown}{hint(unknown[0], allowed, 'keyword')}")
+        raise TypeError(
+            f"{owner} takes the options {allowed}, got "
+            f"{unknown}{hint(unknown[0], allowed, 'keyword')}"
+        )
     for name, value in options.items():
         function.lines[name].check(f"{owner}: {name}", value, {})

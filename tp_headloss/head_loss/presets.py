@@ -1,7 +1,8 @@
 """Whole losses of policy optimisation under the names of their papers; each returns a `HeadLoss`.
 
-Inputs of a call: "advantages" and "old_log_prob"; "sequences" for all but `PPO`, `DAPO` and `CISPO`;
-"reference_log_prob" with a KL. Pass `denominator` for a mean over the global batch: its tokens, or its sequences.
+Inputs of a call: "advantages" and "old_log_prob"; "sequences" for all but `PPO`, `DAPO` and
+`CISPO`; "reference_log_prob" with a KL. Pass `denominator` for a mean over the global batch: its
+tokens, or its sequences.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from .loss import HeadLoss
 from .policy_terms import KLToReference, PolicyGradient
 from .terms import Entropy
 
-Kl: TypeAlias = Annotated[NotNegativeFp32, "Weight of the KL to the reference (k3 of `KLToReference`); 0: none"]
+Kl: TypeAlias = Annotated[
+    NotNegativeFp32, "Weight of the KL to the reference (k3 of `KLToReference`); 0: none"
+]
 Bonus: TypeAlias = Annotated[NotNegativeFp32, "Weight of the entropy bonus; 0: none"]
 Dual: TypeAlias = Positive | None
 HANDED_ON = frozenset(lines_within(HeadLoss)) - {"terms", "reduction"}
@@ -34,53 +37,85 @@ def _loss(term, reduction: str, kl: float, entropy: float, keywords) -> HeadLoss
 
 @checked
 def PPO(
-    clip: Pair = CLIP, dual_clip: Dual = None, *, kl: Kl = 0.0, entropy: Bonus = 0.0, **keywords: Keywords
+    clip: Pair = CLIP,
+    dual_clip: Dual = None,
+    *,
+    kl: Kl = 0.0,
+    entropy: Bonus = 0.0,
+    **keywords: Keywords,
 ) -> HeadLoss:
-    """Return PPO's clipped objective (arXiv:1707.06347) as a mean over tokens; verl's defaults add dual_clip=3.0.
+    """Return PPO's clipped objective (arXiv:1707.06347) as a mean over tokens; verl's defaults add
+    dual_clip=3.0.
 
     Examples:
         >>> PPO(kl=0.001, metrics="entropy")
         HeadLoss(terms=[clip, 0.001 * kl], metrics=[entropy], reduction='mean')
     """
-    return _loss(PolicyGradient("clip", clip=clip, dual_clip=dual_clip), TOKENS, kl, entropy, keywords)
+    return _loss(
+        PolicyGradient("clip", clip=clip, dual_clip=dual_clip), TOKENS, kl, entropy, keywords
+    )
 
 
 @checked
 def GRPO(
-    clip: Pair = CLIP, dual_clip: Dual = None, *, kl: Kl = 0.0, entropy: Bonus = 0.0, **keywords: Keywords
+    clip: Pair = CLIP,
+    dual_clip: Dual = None,
+    *,
+    kl: Kl = 0.0,
+    entropy: Bonus = 0.0,
+    **keywords: Keywords,
 ) -> HeadLoss:
-    """Return PPO's objective as a mean over sequences of the means over their tokens (arXiv:2402.03300; kl 0.04 there).
+    """Return PPO's objective as a mean over sequences of the means over their tokens
+    (arXiv:2402.03300; kl 0.04 there).
 
     Examples:
         >>> logits, labels = torch.zeros(1, 2, 4), torch.tensor([[0, 3]])  # [batch, sequence, V]
-        >>> inputs = {"advantages": torch.tensor([[2.0]]), "sequences": Sequences.from_mask(labels != -100)}
+        >>> inputs = {
+        ...     "advantages": torch.tensor([[2.0]]),
+        ...     "sequences": Sequences.from_mask(labels != -100),
+        ... }
         >>> inputs["old_log_prob"] = log_probs(logits, labels, differentiable=False).log_prob
         >>> GRPO()(logits, labels, inputs=inputs).loss
         tensor(-2.)
     """
-    return _loss(PolicyGradient("clip", clip=clip, dual_clip=dual_clip), SEQUENCES, kl, entropy, keywords)
+    return _loss(
+        PolicyGradient("clip", clip=clip, dual_clip=dual_clip), SEQUENCES, kl, entropy, keywords
+    )
 
 
 @checked
 def DAPO(
-    clip: Pair = (0.2, 0.28), dual_clip: Dual = None, *, kl: Kl = 0.0, entropy: Bonus = 0.0, **keywords: Keywords
+    clip: Pair = (0.2, 0.28),
+    dual_clip: Dual = None,
+    *,
+    kl: Kl = 0.0,
+    entropy: Bonus = 0.0,
+    **keywords: Keywords,
 ) -> HeadLoss:
-    """Return PPO's objective with a higher upper clip as a mean over tokens, so that sequences count by their length
-    (arXiv:2503.14476).
+    """Return PPO's objective with a higher upper clip as a mean over tokens, so that sequences
+    count by their length (arXiv:2503.14476).
 
     Examples:
         >>> DAPO()
         HeadLoss(terms=[clip], metrics=[], reduction='mean')
     """
-    return _loss(PolicyGradient("clip", clip=clip, dual_clip=dual_clip), TOKENS, kl, entropy, keywords)
+    return _loss(
+        PolicyGradient("clip", clip=clip, dual_clip=dual_clip), TOKENS, kl, entropy, keywords
+    )
 
 
 @checked
 def DrGRPO(
-    clip: Pair = CLIP, dual_clip: Dual = None, *, kl: Kl = 0.0, entropy: Bonus = 0.0, **keywords: Keywords
+    clip: Pair = CLIP,
+    dual_clip: Dual = None,
+    *,
+    kl: Kl = 0.0,
+    entropy: Bonus = 0.0,
+    **keywords: Keywords,
 ) -> HeadLoss:
-    """Return PPO's objective summed over tokens, divided by the number of sequences and by a constant length, the
-    horizon of the input "sequences" (arXiv:2503.20783). Its advantages are not divided by their deviation.
+    """Return PPO's objective summed over tokens, divided by the number of sequences and by a
+    constant length, the horizon of the input "sequences" (arXiv:2503.20783). Its advantages are not
+    divided by their deviation.
 
     Examples:
         >>> DrGRPO()
@@ -92,15 +127,23 @@ def DrGRPO(
 
 @checked
 def GSPO(
-    clip: Pair = (3e-4, 4e-4), dual_clip: Dual = None, *, kl: Kl = 0.0, entropy: Bonus = 0.0, **keywords: Keywords
+    clip: Pair = (3e-4, 4e-4),
+    dual_clip: Dual = None,
+    *,
+    kl: Kl = 0.0,
+    entropy: Bonus = 0.0,
+    **keywords: Keywords,
 ) -> HeadLoss:
-    """Return the clipped objective of the sequence's ratio as a mean over sequences (arXiv:2507.18071).
+    """Return the clipped objective of the sequence's ratio as a mean over sequences
+    (arXiv:2507.18071).
 
     Examples:
         >>> GSPO()
         HeadLoss(terms=[gspo], metrics=[], reduction='seq-mean-token-mean')
     """
-    return _loss(PolicyGradient("gspo", clip=clip, dual_clip=dual_clip), SEQUENCES, kl, entropy, keywords)
+    return _loss(
+        PolicyGradient("gspo", clip=clip, dual_clip=dual_clip), SEQUENCES, kl, entropy, keywords
+    )
 
 
 @checked
@@ -112,8 +155,8 @@ def CISPO(
     entropy: Bonus = 0.0,
     **keywords: Keywords,
 ) -> HeadLoss:
-    """Return REINFORCE weighted by the clipped ratio as a mean over tokens, of which none loses its gradient
-    (arXiv:2506.13585).
+    """Return REINFORCE weighted by the clipped ratio as a mean over tokens, of which none loses its
+    gradient (arXiv:2506.13585).
 
     Args:
         convention: as in `cispo`.
@@ -122,4 +165,6 @@ def CISPO(
         >>> CISPO((0.0, 5.0), "bound")  # of TRL
         HeadLoss(terms=[cispo], metrics=[], reduction='mean')
     """
-    return _loss(PolicyGradient("cispo", clip=clip, convention=convention), TOKENS, kl, entropy, keywords)
+    return _loss(
+        PolicyGradient("cispo", clip=clip, convention=convention), TOKENS, kl, entropy, keywords
+    )

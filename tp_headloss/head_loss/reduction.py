@@ -1,18 +1,66 @@
-"""Reduction over tokens: from per-token values to the loss and its sums, by one kernel or in plain torch."""
+"""Reduction over tokens: from per-token values to the loss and its sums, by one kernel or in plain
+torch."""
 
 import torch
 
 from ..engine.autograd import TokenSums
+from ..engine.one_read.rows import row_function
 from ..engine.operators import can_skip_dispatch
+from ..engine.reductions import FusedReduction, StatisticValue, SumsPlan
 from ..statistics import MaybeNone, VocabStatistics
 from .call import Call
-from .row_function import row_function
-from .statistic_value import FusedReduction, StatisticValue, SumsPlan
 from .token_sums import expect_per_token, masked, nonzero
 
 
+class CallLoss:
+    """The loss of a call in the forms in which a kernel reduces it, each worked out when it is
+    first asked for."""
+
+    def __init__(self, call: Call, example: torch.Tensor, backend: str, vocab_size: int):
+        """example: logits or statistics of the call, for their device. backend: of the
+        statistics."""
+        self.call, self.vocab_size = call, vocab_size
+        self.denominator = call.denominator
+        self.fused = fused_reduction(call, example, backend)
+
+    @property
+    def of_statistics(self) -> FusedReduction | None:
+        """The reduction, if it is of statistics alone, so that it takes no PyTorch between it and
+        them."""
+        alone = (
+            self.fused is not None
+            and "" not in self.fused.plan.statistics
+            and self.call.sequences is None
+        )
+        return self.fused if alone else None
+
+    @property
+    def in_one_read(self) -> FusedReduction | None:
+        """The reduction in the launch that reads the logits: of statistics, where it names each
+        once, else of a `RowFunction`, if there is one."""
+        of_statistics, definition = self.of_statistics, self.call.definition
+        if self.fused is None or (
+            of_statistics is not None and of_statistics.plan.gradients is not None
+        ):
+            return of_statistics
+        if any(x.requires_grad for x in self.call.inputs.values() if isinstance(x, torch.Tensor)):
+            return of_statistics
+        known = definition.plan.rows
+        if self.vocab_size not in known:
+            known[self.vocab_size] = row_function(definition.terms, self.vocab_size)
+        rows = known[self.vocab_size]
+        if rows is None:
+            return of_statistics
+        values = [StatisticValue("")] * len(definition.terms)
+        metrics = [f.function for f in self.call.functions[len(values) :]]
+        plan = SumsPlan.from_functions([*values, *metrics], self.fused.plan.coefficients)
+        given = tuple([self.call.inputs[name] for name in rows.inputs])
+        return self.fused._replace(plan=plan, rows=rows, given=given)
+
+
 def fused_reduction(call: Call, example: torch.Tensor, backend: str) -> FusedReduction | None:
-    """Arguments of the reduction kernel; None where `reduce_in_torch` is needed, which is the definition.
+    """Arguments of the reduction kernel; None where `reduce_in_torch` is needed, which is the
+    definition.
 
     example: logits or statistics of the call, for their device. backend: of the statistics.
     """
@@ -30,48 +78,31 @@ def fused_reduction(call: Call, example: torch.Tensor, backend: str) -> FusedRed
     return FusedReduction(plan, call.loss_weight, denominator)
 
 
-def reduction_at_once(call: Call, reduction: FusedReduction | None) -> FusedReduction | None:
-    """The reduction, if it is of statistics alone, so that it takes no PyTorch between it and them."""
-    alone = reduction is not None and "" not in reduction.plan.statistics and call.sequences is None
-    return reduction if alone else None
-
-
-def reduction_in_one(call: Call, vocab_size: int, reduction: FusedReduction | None) -> FusedReduction | None:
-    """The reduction of a loss in the launch that reads the logits: of statistics, where it names each once, else of a
-    `row_function`, if there is one."""
-    at_once = reduction_at_once(call, reduction)
-    if reduction is None or (at_once is not None and at_once.plan.gradients is not None):
-        return at_once
-    if any(x.requires_grad for x in call.inputs.values() if isinstance(x, torch.Tensor)):
-        return at_once
-    definition, known = call.definition, call.definition.plan.rows
-    if vocab_size not in known:
-        known[vocab_size] = row_function(definition.terms, vocab_size)
-    rows = known[vocab_size]
-    if rows is None:
-        return at_once
-    values = [StatisticValue("")] * len(definition.terms)
-    metrics = [f.function for f in call.functions[len(values) :]]
-    plan = SumsPlan.from_functions([*values, *metrics], reduction.plan.coefficients)
-    return reduction._replace(plan=plan, rows=rows, given=tuple([call.inputs[name] for name in rows.inputs]))
-
-
 def reduce_tokens(
-    call: Call, stats: VocabStatistics, values: list[torch.Tensor | MaybeNone], reduction: FusedReduction | None
+    call: Call,
+    stats: VocabStatistics,
+    values: list[torch.Tensor | MaybeNone],
+    reduction: FusedReduction | None,
 ):
-    """Reduce the values of the call's functions over tokens, by the kernel if there is a reduction and all are fp32.
+    """Reduce the values of the call's functions over tokens, by the kernel if there is a reduction
+    and all are fp32.
 
-    values: [..] each, None for a `StatisticValue`. Returns the loss, and the values' sums followed by the count.
+    values: [..] each, None for a `StatisticValue`. Returns the loss, and the values' sums followed
+    by the count.
     """
     if reduction is not None:
         raw = [
-            getattr(stats, function.function.statistic) if isinstance(function.function, StatisticValue) else value
+            getattr(stats, function.function.statistic)
+            if isinstance(function.function, StatisticValue)
+            else value
             for function, value in zip(call.functions, values)
         ]
         if {value.dtype for value in raw} <= {torch.float32, torch.bool}:
             if reduction.weight is not None:
                 reduction = reduction._replace(weight=reduction.weight.float().contiguous())
-            return TokenSums.apply(reduction, stats.valid.contiguous(), *(value.contiguous() for value in raw))
+            return TokenSums.apply(
+                reduction, stats.valid.contiguous(), *(value.contiguous() for value in raw)
+            )
     return reduce_in_torch(call, stats, values)
 
 
@@ -79,34 +110,45 @@ def reduce_in_torch(call: Call, stats: VocabStatistics, values: list[torch.Tenso
     """Reduce as `reduce_tokens` does, in plain torch: the definition of every reduction."""
     definition, valid, weight = call.definition, stats.valid, call.loss_weight
     values = [
-        masked(function.function(stats) if isinstance(function.function, StatisticValue) else value, valid, weight)
+        masked(
+            function.function(stats) if isinstance(function.function, StatisticValue) else value,
+            valid,
+            weight,
+        )
         for function, value in zip(call.functions, values)
     ]
     sums = [value.sum(dtype=torch.float64) for value in values]
     count = valid_weight(valid, weight)
     parts, dtype = values if definition.reduction == "none" else sums, stats.lse.dtype
     if definition.reduction not in ("none", "sum"):
-        parts = [total / _denominator(call, term, stats, count) for term, total in zip(definition.terms, sums)]
+        parts = [
+            total / _denominator(call, term, stats, count)
+            for term, total in zip(definition.terms, sums)
+        ]
     loss: torch.Tensor | MaybeNone = None
     for term, part in zip(definition.terms, parts):
-        if torch.is_tensor(term.weight) or term.weight != 1:  # reading a tensor would wait for the device
+        # reading a tensor would wait for the device
+        if torch.is_tensor(term.weight) or term.weight != 1:
             part = term.weight * part
         loss = part if loss is None else loss + part
     return loss.to(dtype), [*[x.detach().to(dtype) for x in sums], count.float()]
 
 
 def valid_weight(valid: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-    """Sum of the valid tokens' weights, or their number, in float64: in fp32 it may be infinite where a mean is not."""
+    """Sum of the valid tokens' weights, or their number, in float64: in fp32 it may be infinite
+    where a mean is not."""
     weights = valid if weight is None else masked(weight, valid)
     return weights.sum(dtype=torch.float64)
 
 
 def _denominator(call: Call, term, stats: VocabStatistics, count: torch.Tensor):
-    """Number that a term's sum is divided by: the caller's, the sum of the term's own token weights, or the count."""
+    """Number that a term's sum is divided by: the caller's, the sum of the term's own token
+    weights, or the count."""
     if call.denominator is not None:
         return nonzero(call.denominator)
     if term.token_weight is not None:
         own = term.token_weight(stats, **{name: call.inputs[name] for name in term.inputs})
         expect_per_token(f"the token_weight of term {term.name!r}", own, stats.lse.shape)
         return nonzero(masked(own, stats.valid, call.loss_weight).sum(dtype=torch.float64))
-    return count.clamp(min=1) if call.loss_weight is None else nonzero(count)  # the sum over 0 tokens is 0 anyway
+    # the sum over 0 tokens is 0 anyway
+    return count.clamp(min=1) if call.loss_weight is None else nonzero(count)

@@ -13,13 +13,15 @@ import torch
 
 from .. import losses
 from ..call.subclasses import refuse_dtensor
+from ..engine.reductions import StatisticValue
 from ..losses.ratio import scaled
 from ..spec import Callables, CheckedBy, ClassWeight, Names, OneOf, Share, Size, Weight, checked
 from ..statistics import FULL_TEACHER, OVER_SETS, TOPK_TEACHER, known_statistics
-from .statistic_value import StatisticValue
 
 Function: TypeAlias = Annotated[Callable[..., torch.Tensor] | StatisticValue, Callables()]
-Want: TypeAlias = Annotated[tuple[str, ...], Names(known_statistics), "Optional statistics that the function reads"]
+Want: TypeAlias = Annotated[
+    tuple[str, ...], Names(known_statistics), "Optional statistics that the function reads"
+]
 InputNames: TypeAlias = Annotated[tuple[str, ...], Names()]
 
 
@@ -29,22 +31,30 @@ class Term:
     """Weighted per-token loss, with the optional statistics and the inputs that it needs.
 
     Args:
-        name: key of this term in `HeadLossOutput.terms`, unique among the terms; a metric may have it, too.
-        function: ``function(stats, **inputs) -> [..] fp32``, a loss per token; `HeadLoss` masks and averages. A
-            `StatisticValue`, such as ``StatisticValue("lse", square=True)``, needs no kernel of its own. To pickle a
-            HeadLoss, use functions of a module, and `functools.partial` for their constants, instead of lambdas.
-        token_weight: ``token_weight(stats, **inputs) -> [..]``, whose sum divides this term's mean, as class weights'.
+        name: key of this term in `HeadLossOutput.terms`, unique among the terms; a metric may have
+            it, too.
+        function: ``function(stats, **inputs) -> [..] fp32``, a loss per token; `HeadLoss` masks and
+            averages. A `StatisticValue`, such as ``StatisticValue("lse", square=True)``, needs no
+            kernel of its own. To pickle a HeadLoss, use functions of a module, and
+            `functools.partial` for their constants, instead of lambdas.
+        token_weight: ``token_weight(stats, **inputs) -> [..]``, whose sum divides this term's mean,
+            as class weights'.
         class_weight: replicated, column weights of the statistic "total", read in each call.
-        inputs: names of the function's keyword arguments, which ``HeadLoss.forward(inputs={...})`` passes: tensors that
-            broadcast to the labels' shape, "sequences", "teacher", "sets" or "ids".
-        tokenwise: True promises that a token's value depends on this token alone, so that the function may be called
-            with some of the tokens [n] at a time, as a one-sweep `HeadLoss.linear` does. A `StatisticValue` always is.
-        pointwise: True promises besides that the function is arithmetic on fp32 lse, log_prob, entropy and its inputs,
-            with constants that never change (also of total, mass and vocab_size). On the GPUs that `Options.gradient`
-            names it is then traced once, and evaluated by the launch that reads the logits.
+        inputs: names of the function's keyword arguments, which ``HeadLoss.forward(inputs={...})``
+            passes: tensors that broadcast to the labels' shape, "sequences", "teacher", "sets" or
+            "ids".
+        tokenwise: True promises that a token's value depends on this token alone, so that the
+            function may be called with some of the tokens [n] at a time, as a one-sweep
+            `HeadLoss.linear` does. A `StatisticValue` always is.
+        pointwise: True promises besides that the function is arithmetic on fp32 lse, log_prob,
+            entropy and its inputs, with constants that never change (also of total, mass and
+            vocab_size). On the GPUs that `Options.gradient` names it is then traced once, and
+            evaluated by the launch that reads the logits.
 
     Examples:
-        >>> focal = Term("focal", lambda stats: -((1 - stats.log_prob.exp()) ** 2) * stats.log_prob, weight=0.5)
+        >>> focal = Term(
+        ...     "focal", lambda stats: -((1 - stats.log_prob.exp()) ** 2) * stats.log_prob, weight=0.5
+        ... )
         >>> HeadLoss([CrossEntropy(), focal])(torch.zeros(1, 4), torch.tensor([0])).terms
         {'cross_entropy': tensor(1.3863), 'focal': tensor(0.7798)}
     """
@@ -65,8 +75,8 @@ class Term:
         of_label = getattr(self.token_weight, "func", None) is losses.label_weight
         if self.class_weight is not None and "total" not in self.want and not of_label:
             raise ValueError(
-                f"class_weight of term {self.name!r} weighs the statistic 'total', which is not in want={self.want}: "
-                "weigh a token by its label with losses.label_weight"
+                f"class_weight of term {self.name!r} weighs the statistic 'total', which is not in "
+                f"want={self.want}: weigh a token by its label with losses.label_weight"
             )
         _expect_arguments(f"term {self.name!r}", self.function, self.inputs)
 
@@ -77,8 +87,9 @@ class Metric:
     """Per-token values that a `HeadLoss` sums and reports, without gradient.
 
     Args:
-        function: ``function(stats, **inputs) -> {name: [..]}``, summed over tokens; "max_" and "min_" names: extrema.
-            Names are unique among the metrics; in `mean_metrics` a term of the same name is "loss/" and the name.
+        function: ``function(stats, **inputs) -> {name: [..]}``, summed over tokens; "max_" and
+            "min_" names: extrema. Names are unique among the metrics; in `mean_metrics` a term of
+            the same name is "loss/" and the name.
         inputs: inputs that the function takes, as in `Term`.
 
     Examples:
@@ -96,14 +107,19 @@ class Metric:
 
 
 Terms: TypeAlias = Annotated[Sequence[Term] | Term, CheckedBy("`Term`s")]
-Metrics: TypeAlias = Annotated[Sequence[str | Metric] | str | Metric, CheckedBy("names and `Metric`s")]
-Over: TypeAlias = Annotated[str, OneOf(("vocabulary", "sets")), "What log-probs and entropy are normalised over"]
+Metrics: TypeAlias = Annotated[
+    Sequence[str | Metric] | str | Metric, CheckedBy("names and `Metric`s")
+]
+Over: TypeAlias = Annotated[
+    str, OneOf(("vocabulary", "sets")), "What log-probs and entropy are normalised over"
+]
 
 METRICS: dict[str, StatisticValue] = {  # name -> the per-token value that is summed
     "accuracy": StatisticValue("hits"),
     "perplexity": StatisticValue("log_prob"),  # of whose mean `mean_metrics` makes a perplexity
     **{name: StatisticValue(name) for name in ("entropy", "log_prob", "lse", "rank")},
-    # these need the input "teacher", a `Teacher` for the first group, a `TopKTeacher` for the second, or "sets"
+    # these need the input "teacher", a `Teacher` for the first group, a `TopKTeacher` for the
+    # second, or "sets"
     **{name: StatisticValue(name) for name in (*FULL_TEACHER, *TOPK_TEACHER, *OVER_SETS)},
 }
 
@@ -113,7 +129,9 @@ def TopKAccuracy(k: Size = 5) -> Metric:
     """Share of tokens whose label is among the k largest logits, as "top5_accuracy" for k = 5.
 
     Examples:
-        >>> out = HeadLoss(metrics=TopKAccuracy(2))(torch.tensor([[3.0, 2.0, 1.0]] * 2), torch.tensor([1, 2]))
+        >>> out = HeadLoss(metrics=TopKAccuracy(2))(
+        ...     torch.tensor([[3.0, 2.0, 1.0]] * 2), torch.tensor([1, 2])
+        ... )
         >>> float(out.means()["top2_accuracy"])
         0.5
     """
@@ -122,11 +140,14 @@ def TopKAccuracy(k: Size = 5) -> Metric:
 
 @checked
 def BitsPerByte() -> Metric:
-    """Bits of the labels' log-probs per byte of text, as "bits_per_byte". Input: "num_bytes", those of each label.
+    """Bits of the labels' log-probs per byte of text, as "bits_per_byte". Input: "num_bytes", those
+    of each label.
 
     Examples:
         >>> inputs = {"num_bytes": torch.tensor([4, 2])}
-        >>> out = HeadLoss(metrics=BitsPerByte())(torch.zeros(2, 8), torch.tensor([1, 2]), inputs=inputs)
+        >>> out = HeadLoss(metrics=BitsPerByte())(
+        ...     torch.zeros(2, 8), torch.tensor([1, 2]), inputs=inputs
+        ... )
         >>> float(out.means()["bits_per_byte"])  # 2 tokens of log2(8) bits in 6 bytes
         1.0
     """
@@ -152,7 +173,8 @@ def CrossEntropy(
 
     Args:
         smoothing_formula: see `losses.smoothed_cross_entropy`.
-        class_weight: replicated, copied; the mean then divides by the sum of the labels' weights, as in torch.
+        class_weight: replicated, copied; the mean then divides by the sum of the labels' weights,
+            as in torch.
 
     Examples:
         >>> logits, labels = torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([0])
@@ -171,11 +193,22 @@ def CrossEntropy(
         token_weight = partial(losses.label_weight, class_weight=class_weight)
         function = partial(_weighted_cross_entropy, class_weight)
     if label_smoothing:
-        smoothed = partial(losses.smoothed_cross_entropy, smoothing=label_smoothing, formula=smoothing_formula)
+        smoothed = partial(
+            losses.smoothed_cross_entropy, smoothing=label_smoothing, formula=smoothing_formula
+        )
         function = partial(smoothed, class_weight=class_weight)
     want = ("total",) if label_smoothing else ()
     alone = class_weight is None
-    return Term("cross_entropy", function, weight, want, token_weight, class_weight, tokenwise=True, pointwise=alone)
+    return Term(
+        "cross_entropy",
+        function,
+        weight,
+        want,
+        token_weight,
+        class_weight,
+        tokenwise=True,
+        pointwise=alone,
+    )
 
 
 @checked
@@ -199,7 +232,9 @@ def Entropy(weight: Weight, over: Over = "vocabulary") -> Term:
         weight: positive rewards entropy.
 
     Examples:
-        >>> HeadLoss([CrossEntropy(), Entropy(0.5)])(torch.zeros(1, 4), torch.tensor([0])).loss  # log 4 - log 4 / 2
+        >>> HeadLoss([CrossEntropy(), Entropy(0.5)])(
+        ...     torch.zeros(1, 4), torch.tensor([0])
+        ... ).loss  # log 4 - log 4 / 2
         tensor(0.6931)
     """
     statistic = over_sets(over, "entropy")
@@ -216,16 +251,24 @@ def _weighted_cross_entropy(class_weight, stats):
 
 
 def _expect_arguments(owner: str, function, inputs: tuple[str, ...]):
-    """Raise TypeError if a function cannot be called with the statistics and inputs of these names."""
+    """Raise TypeError if a function cannot be called with the statistics and inputs of these
+    names."""
     if isinstance(function, StatisticValue) or torch.compiler.is_compiling():
         return
     try:
-        signature = inspect.signature(getattr(function, "forward", function))  # a module takes anything
+        # a module takes anything
+        signature = inspect.signature(getattr(function, "forward", function))
     except (TypeError, ValueError):  # of C
         return
     try:
         signature.bind(None, **dict.fromkeys(inputs))
     except TypeError as error:
         expected = ", ".join(("stats", *inputs))
-        said = "; what it takes besides is named in inputs=(..)" if len(signature.parameters) > 1 + len(inputs) else ""
-        raise TypeError(f"{owner}: function must take ({expected}), got {signature}: {error}{said}") from None
+        said = (
+            "; what it takes besides is named in inputs=(..)"
+            if len(signature.parameters) > 1 + len(inputs)
+            else ""
+        )
+        raise TypeError(
+            f"{owner}: function must take ({expected}), got {signature}: {error}{said}"
+        ) from None

@@ -3,11 +3,14 @@
 import torch
 
 
-def masked(values: torch.Tensor, valid: torch.Tensor | None, weight: torch.Tensor | None = None) -> torch.Tensor:
-    """Return values [..] * weight where valid and 0 elsewhere, even where the value is NaN or infinite.
+def masked(
+    values: torch.Tensor, valid: torch.Tensor | None, weight: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return values [..] * weight where valid and 0 elsewhere, even where the value is NaN or
+    infinite.
 
-    With a weight the result is float64, so that large weights do not overflow before a division makes them small.
-    Tokens of weight 0 give 0, too, unless the weight requires a gradient.
+    With a weight the result is float64, so that large weights do not overflow before a division
+    makes them small. Tokens of weight 0 give 0, too, unless the weight requires a gradient.
     """
     if weight is not None:
         values = values.double() * weight
@@ -17,28 +20,34 @@ def masked(values: torch.Tensor, valid: torch.Tensor | None, weight: torch.Tenso
 
 
 def nonzero(denominator: torch.Tensor | float) -> torch.Tensor | float:
-    """Return the denominator with infinity in place of 0: a quotient by it is then 0 and has zero gradient."""
+    """Return the denominator with infinity in place of 0: a quotient by it is then 0 and has zero
+    gradient."""
     if not isinstance(denominator, torch.Tensor):
         return denominator or float("inf")
     return denominator.double().masked_fill(denominator == 0, float("inf"))
 
 
 def expect_per_token(owner: str, value, shape: torch.Size):
-    """Raise TypeError or ValueError unless the value is a real tensor of this shape, one number per token."""
+    """Raise TypeError or ValueError unless the value is a real tensor of this shape, one number per
+    token."""
     if not isinstance(value, torch.Tensor) or value.is_complex():
         got = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
         raise TypeError(f"{owner} must return a real tensor with a value per token, got {got}")
     if value.shape != shape:
         hint = ", and HeadLoss averages: do not average there" if value.dim() == 0 else ""
-        raise ValueError(f"{owner} must return a value per token, {list(shape)}, got {list(value.shape)}{hint}")
+        raise ValueError(
+            f"{owner} must return a value per token, {list(shape)}, got {list(value.shape)}{hint}"
+        )
 
 
 def metric_sums(
     values: dict[str, torch.Tensor], valid: torch.Tensor, weight: torch.Tensor | None
 ) -> dict[str, torch.Tensor]:
-    """Reduce per-token values [..] by name to fp32 scalars by name, over valid tokens whose weight is not 0.
+    """Reduce per-token values [..] by name to fp32 scalars by name, over valid tokens whose weight
+    is not 0.
 
-    Names in "max_" and "min_" give the extremum (-inf, inf without tokens), others the float64 sum of weight * value.
+    Names in "max_" and "min_" give the extremum (-inf, inf without tokens), others the float64 sum
+    of weight * value.
     """
     counted = valid if weight is None else valid & (weight != 0)
     neutral = {"max_": -torch.inf, "min_": torch.inf}

@@ -1,22 +1,26 @@
-"""Gradients of a loss with respect to the statistics that it sums, without autograd: some multiplications per block."""
+"""Gradients of a loss with respect to the statistics that it sums, without autograd: some
+multiplications per block."""
 
 from collections.abc import Callable
 
 import torch
 
 from ..engine.backend import load_backend
+from ..engine.reductions import FusedReduction, SumsPlan
 from ..engine.request import Request, accumulation_dtype
 from .call import Call
-from .statistic_value import FusedReduction, SumsPlan
 from .token_sums import nonzero
 
 
-def value_gradients(call: Call, request: Request, reduction: FusedReduction | None) -> Callable | None:
-    """Function of the loss's upstream gradient, for `one_sweep`; None unless terms are statistics of fixed weights.
+def value_gradients(
+    call: Call, request: Request, reduction: FusedReduction | None
+) -> Callable | None:
+    """Function of the loss's upstream gradient, for `one_sweep`; None unless terms are statistics
+    of fixed weights.
 
-    The gradients have the bits of autograd's: they are computed by the kernel that the reduction's backward is, or in
-    plain torch by the same operations. (Except on GPUs with a denominator that is a number which fp32 does not hold:
-    the reduction's kernel rounds it, this does not.)
+    The gradients have the bits of autograd's: they are computed by the kernel that the reduction's
+    backward is, or in plain torch by the same operations. (Except on GPUs with a denominator that
+    is a number which fp32 does not hold: the reduction's kernel rounds it, this does not.)
 
     Args:
         call: with a denominator, unless the reduction is a sum.
@@ -30,9 +34,15 @@ def value_gradients(call: Call, request: Request, reduction: FusedReduction | No
     if not names or not set(names) <= layout.differentiable:
         return None
     labels = request.tensors.labels
-    valid, dtype = labels != request.facts.ignore_index, accumulation_dtype(request.tensors.logits.dtype)
+    valid, dtype = (
+        labels != request.facts.ignore_index,
+        accumulation_dtype(request.tensors.logits.dtype),
+    )
     weight = None if call.loss_weight is None else request.order.flatten(call.loss_weight)
-    divisor, rows_of = 1.0 if call.definition.reduction == "sum" else call.denominator, _rows_in_torch
+    divisor, rows_of = (
+        1.0 if call.definition.reduction == "sum" else call.denominator,
+        _rows_in_torch,
+    )
     if reduction is not None:
         weight = None if weight is None else weight.float().contiguous()
         divisor, rows_of = reduction.denominator, load_backend("triton").token_sums_gradient
@@ -46,7 +56,8 @@ def value_gradients(call: Call, request: Request, reduction: FusedReduction | No
 
     def gradients_for(upstream):
         upstream, every = upstream.to(dtype), None
-        if not plan.squares:  # then no value is read, and all tokens' gradients are known beforehand
+        # then no value is read, and all tokens' gradients are known beforehand
+        if not plan.squares:
             unread = (torch.empty(valid.shape, dtype=dtype, device=valid.device),) * len(names)
             every = rows_of(upstream, unread, valid, weight, divisor, plan)
 
@@ -68,12 +79,17 @@ def value_gradients(call: Call, request: Request, reduction: FusedReduction | No
 
 
 def _rows_in_torch(upstream, values, valid, weight, divisor, plan: SumsPlan) -> torch.Tensor:
-    """Gradients [terms, N] of the terms' values: autograd's operations for `reduce_in_torch`, in its order."""
+    """Gradients [terms, N] of the terms' values: autograd's operations for `reduce_in_torch`, in
+    its order."""
     rows = []
     counted = valid if weight is None else valid & (weight != 0)
     for i, (coefficient, value) in enumerate(zip(plan.coefficients, values)):
         factor = upstream.double() * coefficient / divisor
-        row = factor.expand(valid.shape) if weight is None else torch.where(counted, factor, 0.0) * weight
+        row = (
+            factor.expand(valid.shape)
+            if weight is None
+            else torch.where(counted, factor, 0.0) * weight
+        )
         row = torch.where(counted, row.to(value.dtype), 0.0)
         row = -row if plan.negatives >> i & 1 else row
         rows.append(row * (2 * value) if plan.squares >> i & 1 else row)

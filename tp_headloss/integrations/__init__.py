@@ -1,7 +1,8 @@
 """Adapters for host frameworks, one module or package per host; none is imported before it is used.
 
-`TESTED` has the versions of each host that the tests run with. An older one raises ImportError. A newer one warns once:
-each adapter compares itself with the host when it is installed or called, and refuses what differs.
+`TESTED` has the versions of each host that the tests run with. An older one raises ImportError. A
+newer one warns once: each adapter compares itself with the host when it is installed or called, and
+refuses what differs.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import importlib.metadata
 import re
 import warnings
 
-TESTED = {  # distribution -> oldest version, first version that was not tested, extra of this package
+# distribution -> oldest version, first version that was not tested, extra of this package
+TESTED = {
     "deepspeed": ("0.19.8", "0.20", "deepspeed"),
     "megatron-core": ("0.16.1", "0.20", "megatron"),
     "nemo_automodel": ("0.7.0", "0.8", "nemo-automodel"),
@@ -30,7 +32,8 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def installed_version(distribution: str) -> str | None:
-    """Return the version of a host that is installed, or on the path as a checkout, as Megatron often is; else None."""
+    """Return the version of a host that is installed, or on the path as a checkout, as Megatron
+    often is; else None."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(distribution)
     with contextlib.suppress(ImportError, AttributeError):
@@ -47,7 +50,8 @@ def standing(distribution: str, version: str) -> str:
 
 
 def require(distribution: str) -> tuple[int, ...]:
-    """Return a host's version as numbers; UserWarning if newer than tested, ImportError if none is there or too old."""
+    """Return a host's version as numbers; UserWarning if newer than tested, ImportError if none is
+    there or too old."""
     oldest, _, extra = TESTED[distribution]
     wanted = f"{distribution} >= {oldest} (pip install '.[{extra}]' in a checkout of tp_headloss)"
     version = installed_version(distribution)
@@ -65,7 +69,8 @@ def _warn_of_newer(distribution: str, version: str) -> None:
     """Warn once in this process: `require` is called again at every installation."""
     untested = TESTED[distribution][1]
     warnings.warn(
-        f"{distribution} {version} is newer than the versions that tp_headloss was tested with (< {untested}); it is "
-        "used all the same; an installation that compares its loss with the host's own refuses one that differs",
+        f"{distribution} {version} is newer than the versions that tp_headloss was tested with (< "
+        f"{untested}); it is used all the same; an installation that compares its loss with the "
+        "host's own refuses one that differs",
         stacklevel=3,
     )

@@ -1,4 +1,5 @@
-"""Output layers that FSDP2 (`fully_shard`) manages: between calls, a weight is sharded over data parallelism, too."""
+"""Output layers that FSDP2 (`fully_shard`) manages: between calls, a weight is sharded over data
+parallelism, too."""
 
 from __future__ import annotations
 
@@ -16,8 +17,9 @@ def unwrapped_class(layer: nn.Module) -> type:
 
 @contextlib.contextmanager
 def unsharded(*modules: nn.Module):
-    """Gather the parameters of those modules that FSDP manages over its ranks for the block. FSDP frees them after the
-    backward; where no backward will follow, they are freed at the end of the block."""
+    """Gather the parameters of those modules that FSDP manages over its ranks for the block. FSDP
+    frees them after the backward; where no backward will follow, they are freed at the end of the
+    block."""
     managed = [module for module in modules if isinstance(module, FSDPModule)]
     for module in managed:
         module.unshard()

@@ -14,30 +14,39 @@ from ..search.sampling import kept_ids
 from .rl_calls import RankedTokens
 from .sampling_masks import from_nemo_rl
 
-FIELDS = ("top_k", "top_p", "temperature", "replay_sampling_mask")  # those of NeMo-RL's TrainingSamplingParams
+# those of NeMo-RL's TrainingSamplingParams
+FIELDS = ("top_k", "top_p", "temperature", "replay_sampling_mask")
 
 
 def kept_by(params, sampling_mask) -> SamplingRule | IdSets | None:
-    """Return what NeMo-RL normalises over: the rule of sampling parameters, sets [B, S] of a mask, or None: all ids.
+    """Return what NeMo-RL normalises over: the rule of sampling parameters, sets [B, S] of a mask,
+    or None: all ids.
 
     Raises:
-        TypeError: params of an unknown class. ValueError: an unknown key of a mapping, or a mask that is missing.
+        TypeError: params of an unknown class. ValueError: an unknown key of a mapping, or a mask
+            that is missing.
     """
     fields = _fields(params)
     if sampling_mask is not None:
         return from_nemo_rl(sampling_mask)
     if fields.get("replay_sampling_mask"):
-        raise ValueError("sampling_params: replay_sampling_mask=True needs a sampling_mask, got none")
+        raise ValueError(
+            "sampling_params: replay_sampling_mask=True needs a sampling_mask, got none"
+        )
     top_k, top_p = fields.get("top_k"), fields.get("top_p")
     top_k = top_k if top_k is not None and top_k > 0 else None
     top_p = top_p if top_p is not None and top_p != 1.0 else None
     return None if top_k is None and top_p is None else SamplingRule(top_k=top_k, top_p=top_p)
 
 
-def log_probs_over(kept: SamplingRule | IdSets | None, logits, labels, shard: VocabShard) -> torch.Tensor:
-    """Log-probs of labels [B, L] over the kept ids; logits [B, L, width] sharded on V, sets [B, L] of the labels.
+def log_probs_over(
+    kept: SamplingRule | IdSets | None, logits, labels, shard: VocabShard
+) -> torch.Tensor:
+    """Log-probs of labels [B, L] over the kept ids; logits [B, L, width] sharded on V, sets [B, L]
+    of the labels.
 
-    A label that a rule does not keep has -inf, and one whose token has no ids in a mask has 0, both without a gradient.
+    A label that a rule does not keep has -inf, and one whose token has no ids in a mask has 0, both
+    without a gradient.
     """
     if kept is None:
         return vocab_statistics(logits, labels, shard=shard).log_prob
@@ -56,9 +65,12 @@ def log_probs_over(kept: SamplingRule | IdSets | None, logits, labels, shard: Vo
 
 
 def sets_of_next_tokens(sets: IdSets, ids: torch.Tensor, tokens: RankedTokens) -> IdSets:
-    """Return the sets [B, L] of this rank's next tokens, from those of the ids [B, S] themselves."""
+    """Return the sets [B, L] of this rank's next tokens, from those of the ids [B, S]
+    themselves."""
     if sets.ids.dim() != 3 or sets.ids.shape[:2] != ids.shape:
-        raise ValueError(f"sampling_mask must be of the tokens, {[*ids.shape, 'K']}, got {list(sets.ids.shape)}")
+        raise ValueError(
+            f"sampling_mask must be of the tokens, {[*ids.shape, 'K']}, got {list(sets.ids.shape)}"
+        )
     of_next = masked_ids(sets)[:, 1:].to(tokens.device)
     padding = tokens.total - of_next.shape[1]
     return IdSets(tokens.take(torch.nn.functional.pad(of_next, (0, 0, 0, padding), value=-1)))
@@ -72,8 +84,11 @@ def _fields(params) -> Mapping:
         return {name: getattr(params, name, None) for name in FIELDS}
     if not isinstance(params, Mapping):
         raise TypeError(
-            f"sampling_params must be None, a mapping, or an object with top_k and top_p, got {type(params).__name__}"
+            "sampling_params must be None, a mapping, or an object with top_k and top_p, got "
+            f"{type(params).__name__}"
         )
     if unknown := set(params) - set(FIELDS):
-        raise ValueError(f"sampling_params must have no keys but {FIELDS}, got {sorted(map(str, unknown))}")
+        raise ValueError(
+            f"sampling_params must have no keys but {FIELDS}, got {sorted(map(str, unknown))}"
+        )
     return params

@@ -1,4 +1,5 @@
-"""Entries of this package in the place of a host's own, for the duration of a block or until `Replacement.remove`."""
+"""Entries of this package in the place of a host's own, for the duration of a block or until
+`Replacement.remove`."""
 
 from __future__ import annotations
 
@@ -10,14 +11,16 @@ import torch
 
 
 class Replacement:
-    """Entries of a dict (methods of one model object, engines of a registry) that stand in the place of the host's own;
-    `remove` puts those back. As a context manager it removes itself at the end of the block.
+    """Entries of a dict (methods of one model object, engines of a registry) that stand in the
+    place of the host's own; `remove` puts those back. As a context manager it removes itself at the
+    end of the block.
 
     Attributes:
         entries: what was installed, by name; nothing after `remove`.
     """
 
-    on_top = "what was installed on top"  # what has to be removed first if other entries are in place
+    # what has to be removed first if other entries are in place
+    on_top = "what was installed on top"
 
     def __init__(self, place: dict[str, Any], *names: str):
         self.place, self.names = place, names
@@ -39,12 +42,14 @@ class Replacement:
         self.entries = {}
 
     def remove(self):
-        """Put back what was in place before. RuntimeError if something else was installed on top of this."""
+        """Put back what was in place before. RuntimeError if something else was installed on top of
+        this."""
         for name, entry in self.entries.items():
             found = self.place.get(name)
             if found != entry:  # not by identity: accelerate puts an equal method back
                 raise RuntimeError(
-                    f"{name} must be the one that this installed, got {found}: remove {self.on_top} first"
+                    f"{name} must be the one that this installed, got {found}: remove "
+                    f"{self.on_top} first"
                 )
         if self.entries:
             self.undo()
@@ -63,7 +68,8 @@ class Replacement:
 
 @contextmanager
 def evaluating(model: torch.nn.Module):
-    """Evaluation mode without gradients for the duration of the block; then each module returns to its own mode."""
+    """Evaluation mode without gradients for the duration of the block; then each module returns to
+    its own mode."""
     training = [module for module in model.modules() if module.training]
     try:
         model.eval()
@@ -75,11 +81,16 @@ def evaluating(model: torch.nn.Module):
 
 
 def expect_close(name: str, found: torch.Tensor, expected: torch.Tensor, compares: bool):
-    """Raise RuntimeError unless a check call's result is fp32 of the host's shape and, if it `compares`, close."""
+    """Raise RuntimeError unless a check call's result is fp32 of the host's shape and, if it
+    `compares`, close."""
     if found.shape != expected.shape or found.dtype != torch.float32:
-        raise RuntimeError(f"{name} must be fp32 {list(expected.shape)}, got {found.dtype} {list(found.shape)}")
+        raise RuntimeError(
+            f"{name} must be fp32 {list(expected.shape)}, got {found.dtype} {list(found.shape)}"
+        )
     if compares and not torch.allclose(found, expected.float(), rtol=2e-2, atol=2e-2):
-        raise RuntimeError(f"{name} differs from the host's own by {float((found - expected).abs().max()):.3g}")
+        raise RuntimeError(
+            f"{name} differs from the host's own by {float((found - expected).abs().max()):.3g}"
+        )
 
 
 @contextmanager

@@ -1,5 +1,5 @@
-"""The four parts of the functions of several RL stacks: the shard of a call, the order of its tokens, a scorer (labels
-in, log-probs out), and the place of each log-prob in the result."""
+"""The four parts of the functions of several RL stacks: the shard of a call, the order of its
+tokens, a scorer (labels in, log-probs out), and the place of each log-prob in the result."""
 
 from __future__ import annotations
 
@@ -21,18 +21,23 @@ IGNORED_LABEL = -100
 UNREDUCED_HIDDEN_GRAD = Linear(hidden_grad="none")
 TpGroup: TypeAlias = Annotated[Group, "That shares the vocabulary; None: one rank has all of it"]
 CpGroup: TypeAlias = Annotated[Group, "Whose ranks hold parts of every sequence"]
-InferenceOnly: TypeAlias = Annotated[bool, "True: nothing is saved for a backward, and the result has no gradient"]
+InferenceOnly: TypeAlias = Annotated[
+    bool, "True: nothing is saved for a backward, and the result has no gradient"
+]
 TokensNotShifted: TypeAlias = Annotated[Ids, "[B, S] replicated, not shifted"]
 VocabSize: TypeAlias = Annotated[
     Size,
-    "Number of ids of the tokenizer, not the padded number of columns: columns at or beyond it are padding, and do not "
-    "enter the softmax. None, or the padded number: all columns do, as in the host",
+    "Number of ids of the tokenizer, not the padded number of columns: columns at or beyond it are "
+    "padding, and do not enter the softmax. None, or the padded number: all columns do, as in the "
+    "host",
 ]
-Score = Callable[[torch.Tensor], torch.Tensor]  # labels of this rank -> their log-probs, of the same shape
+# labels of this rank -> their log-probs, of the same shape
+Score = Callable[[torch.Tensor], torch.Tensor]
 
 
 def even_shard(logits, group, vocab_size: int | None) -> tuple[torch.Tensor, VocabShard]:
-    """Return this rank's plain logits and its shard: an even one of the group, a DTensor's, or the whole vocabulary.
+    """Return this rank's plain logits and its shard: an even one of the group, a DTensor's, or the
+    whole vocabulary.
 
     vocab_size: ids of the tokenizer; columns at or beyond it are padding. None: none are.
     """
@@ -48,29 +53,40 @@ def even_shard(logits, group, vocab_size: int | None) -> tuple[torch.Tensor, Voc
 
 
 def shard_of_columns(columns: int, group, vocab_size: int | None) -> VocabShard:
-    """Return this rank's even shard of the columns of all ranks, of which those beyond vocab_size are padding."""
+    """Return this rank's even shard of the columns of all ranks, of which those beyond vocab_size
+    are padding."""
     return VocabShard.from_group(group, columns if vocab_size is None else vocab_size, columns)
 
 
 def even_shard_of_rank(logits, rank, group, vocab_size) -> tuple[torch.Tensor, VocabShard]:
-    """Return the same as `even_shard`, and raise ValueError unless rank is this one of the group."""
+    """Return the same as `even_shard`, and raise ValueError unless rank is this one of the
+    group."""
     if (rank is None) != (group is None):
-        raise ValueError(f"vocab_parallel_rank and vocab_parallel_group belong together, got {rank} and {group!r}")
+        raise ValueError(
+            f"vocab_parallel_rank and vocab_parallel_group belong together, got {rank} and "
+            f"{group!r}"
+        )
     width = logits.shape[-1]
     logits, shard = even_shard(logits, group, vocab_size)
     if rank is not None and shard.start != rank * width:
-        raise ValueError(f"vocab_parallel_rank must be this rank of vocab_parallel_group, got {rank}")
+        raise ValueError(
+            f"vocab_parallel_rank must be this rank of vocab_parallel_group, got {rank}"
+        )
     return logits, shard
 
 
-def bounded_shard(start: int, end: int, group, vocab_size: int | None, *, device=None) -> VocabShard:
+def bounded_shard(
+    start: int, end: int, group, vocab_size: int | None, *, device=None
+) -> VocabShard:
     """Return the shard of the ids [start, end), which may be uneven.
 
-    device: where to gather the end of the vocabulary from all ranks, for calls in which every rank needs the same
-    vocab_size (sets of ids, linear heads); the host waits for it. None: do not gather.
+    device: where to gather the end of the vocabulary from all ranks, for calls in which every rank
+    needs the same vocab_size (sets of ids, linear heads); the host waits for it. None: do not
+    gather.
     """
     if vocab_size is None:
-        # it only says where padding begins, so the end of this shard will do, except for ids of the whole vocabulary
+        # it only says where padding begins, so the end of this shard will do, except for ids of the
+        # whole vocabulary
         vocab_size = max(end, 1)
         if device is not None and group is not None:
             vocab_size = int(gather_from_ranks(torch.tensor([end], device=device), group).max())
@@ -86,41 +102,68 @@ def refuse(**arguments):
 
 
 def head_scorer(hidden, weight, shard: VocabShard, temperature: float, linear: Linear) -> Callable:
-    """Return a function of labels [..], or None, that computes `linear_vocab_statistics` of hidden [.., H]."""
+    """Return a function of labels [..], or None, that computes `linear_vocab_statistics` of hidden
+    [.., H]."""
     transform = Transform(temperature=temperature)
     return functools.partial(
-        linear_vocab_statistics, hidden.to(weight.dtype), weight, shard=shard, transform=transform, linear=linear
+        linear_vocab_statistics,
+        hidden.to(weight.dtype),
+        weight,
+        shard=shard,
+        transform=transform,
+        linear=linear,
     )
 
 
 def next_tokens(ids, length: int, device) -> torch.Tensor:
-    """Labels [B, length] for all positions, so that no logits are cut: ids [B, S] shifted left by one, then -100."""
+    """Labels [B, length] for all positions, so that no logits are cut: ids [B, S] shifted left by
+    one, then -100."""
     if ids.dim() != 2 or not 1 <= ids.shape[1] <= length:
-        raise ValueError(f"ids must be [B, S] with S from 1 to the {length} positions given, got {list(ids.shape)}")
+        raise ValueError(
+            f"ids must be [B, S] with S from 1 to the {length} positions given, got "
+            f"{list(ids.shape)}"
+        )
     labels = torch.full((ids.shape[0], length), IGNORED_LABEL, dtype=torch.int64, device=device)
     labels[:, : ids.shape[1] - 1] = ids[:, 1:]
     return labels
 
 
 class RankedTokens:
-    """Which tokens each of C context-parallel ranks holds, balanced for causal attention: every sequence is cut into
-    2 C equal chunks, and rank r holds its chunks r and 2 C - 1 - r, one sequence after the other.
+    """Which tokens each of C context-parallel ranks holds, balanced for causal attention: every
+    sequence is cut into 2 C equal chunks, and rank r holds its chunks r and 2 C - 1 - r, one
+    sequence after the other.
 
     Args:
-        x: [B, L, ..] logits or hidden states of the L tokens that a rank holds, the same number on each.
+        x: [B, L, ..] logits or hidden states of the L tokens that a rank holds, the same number on
+            each.
         group: the context-parallel group; None or one rank: this rank holds all tokens.
-        vocab_group: group that shares the vocabulary, whose ranks hold the same tokens; ValueError if it is `group`.
-        bounds: [B + 1] int64, the first token of each packed sequence and the end of the last; None: B sequences alike.
-        sum_gradients: True: the gradient of a value that `join` gives to all ranks is the sum of what they send back,
-            as of a loss that is the sum of theirs. False: each rank's own.
+        vocab_group: group that shares the vocabulary, whose ranks hold the same tokens; ValueError
+            if it is `group`.
+        bounds: [B + 1] int64, the first token of each packed sequence and the end of the last;
+            None: B sequences alike.
+        sum_gradients: True: the gradient of a value that `join` gives to all ranks is the sum of
+            what they send back, as of a loss that is the sum of theirs. False: each rank's own.
     """
 
-    def __init__(self, x: torch.Tensor, group, vocab_group, bounds: torch.Tensor | None = None, *, sum_gradients=True):
-        self.group, self.ranks, self.local, self.device = group, group_size(group), x.shape[1], x.device
+    def __init__(
+        self,
+        x: torch.Tensor,
+        group,
+        vocab_group,
+        bounds: torch.Tensor | None = None,
+        *,
+        sum_gradients=True,
+    ):
+        self.group, self.ranks, self.local, self.device = (
+            group,
+            group_size(group),
+            x.shape[1],
+            x.device,
+        )
         if group is vocab_group and self.ranks > 1:
             raise ValueError(
-                "the context-parallel group must be other ranks than those that share the vocabulary, which hold the "
-                "same tokens, got the same group twice"
+                "the context-parallel group must be other ranks than those that share the "
+                "vocabulary, which hold the same tokens, got the same group twice"
             )
         self.total = self.local * self.ranks
         self.sum_gradients = sum_gradients
@@ -128,14 +171,18 @@ class RankedTokens:
             return
         if bounds is None:
             if self.local % 2:
-                raise ValueError(f"a context-parallel rank must hold an even number of positions, got {self.local}")
+                raise ValueError(
+                    "a context-parallel rank must hold an even number of positions, got "
+                    f"{self.local}"
+                )
             bounds = torch.tensor([0, self.total], device=self.device)
         tokens = torch.arange(self.total, device=self.device)
         sequence = torch.searchsorted(bounds[1:], tokens, right=True).clamp(max=len(bounds) - 2)
         chunk_size = (bounds.diff() // (2 * self.ranks)).clamp(min=1)[sequence]
         chunk = (tokens - bounds[sequence]) // chunk_size
         holder = torch.minimum(chunk, 2 * self.ranks - 1 - chunk)
-        by_rank = holder.argsort(stable=True)  # a rank's tokens keep their order, so its lower chunk comes first
+        # a rank's tokens keep their order, so its lower chunk comes first
+        by_rank = holder.argsort(stable=True)
         self.own = by_rank.view(self.ranks, self.local)[group.rank()]  # [T/C] among all T tokens
         self.order = by_rank.argsort()  # [T] place of each token where all ranks' tokens are joined
 
@@ -144,15 +191,21 @@ class RankedTokens:
         return x if self.ranks == 1 else x.index_select(dim, self.own)
 
     def join(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """Return [.., T, ..] of all parts [.., T/C, ..], differentiable: one all-gather, and one to sum gradients."""
+        """Return [.., T, ..] of all parts [.., T/C, ..], differentiable: one all-gather, and one to
+        sum gradients."""
         return x if self.ranks == 1 else _Join.apply(x, self, dim)
 
-    def next_log_probs(self, score: Score, ids: torch.Tensor, inference_only: bool = False) -> torch.Tensor:
-        """Return the log-probs [B, S - 1] fp32 of all ranks' next ids [B, S], without a graph if inference_only."""
+    def next_log_probs(
+        self, score: Score, ids: torch.Tensor, inference_only: bool = False
+    ) -> torch.Tensor:
+        """Return the log-probs [B, S - 1] fp32 of all ranks' next ids [B, S], without a graph if
+        inference_only."""
         labels = self.take(next_tokens(ids, self.total, self.device))
         return self.joined_scores(score, labels, inference_only)[:, : ids.shape[1] - 1]
 
-    def joined_scores(self, score: Score, labels: torch.Tensor, inference_only: bool) -> torch.Tensor:
+    def joined_scores(
+        self, score: Score, labels: torch.Tensor, inference_only: bool
+    ) -> torch.Tensor:
         """Return the scores [B, T] of all ranks' labels, of which this rank has [B, T/C]."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
             return self.join(score(labels))
@@ -164,7 +217,9 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, tokens, dim):
         ctx.tokens, ctx.dim = tokens, dim
-        return torch.cat(gather_from_ranks(x, tokens.group).unbind(0), dim).index_select(dim, tokens.order)
+        return torch.cat(gather_from_ranks(x, tokens.group).unbind(0), dim).index_select(
+            dim, tokens.order
+        )
 
     @staticmethod
     def backward(ctx, grad):
@@ -174,65 +229,97 @@ class _Join(torch.autograd.Function):
 
 
 class PackedTokens(RankedTokens):
-    """Packed sequences of next-token labels, and the place [row, column] of each token in a padded result.
+    """Packed sequences of next-token labels, and the place [row, column] of each token in a padded
+    result.
 
-    Bounds and lengths that are not those of the packed tokens, or under context parallelism lengths that are no
-    multiple of twice its ranks, are a ValueError on CPUs; on GPUs, where nothing waits, every result is NaN.
+    Bounds and lengths that are not those of the packed tokens, or under context parallelism lengths
+    that are no multiple of twice its ranks, are a ValueError on CPUs; on GPUs, where nothing waits,
+    every result is NaN.
 
     Args:
         x, group, vocab_group, sum_gradients: as in `RankedTokens`, x with B = 1.
         cu_seqlens: [B + 1] first token of each sequence, padding included, and the end of the last.
-        width: columns of the padded result; the last token of a sequence has no label, so one less are scored.
+        width: columns of the padded result; the last token of a sequence has no label, so one less
+            are scored.
     """
 
     def __init__(self, x, group, vocab_group, cu_seqlens, width: int, *, sum_gradients):
         TensorLine("int64 or int32", ("B + 1",)).check("cu_seqlens_padded", cu_seqlens, {})
         if len(cu_seqlens) < 2:
-            raise ValueError(f"cu_seqlens_padded must be [B + 1] with B > 0, got {list(cu_seqlens.shape)}")
+            raise ValueError(
+                f"cu_seqlens_padded must be [B + 1] with B > 0, got {list(cu_seqlens.shape)}"
+            )
         bounds = cu_seqlens.to(x.device, torch.int64)
         super().__init__(x, group, vocab_group, bounds, sum_gradients=sum_gradients)
         self.width, self.bounds, total = width, bounds, self.total
         lengths, multiple = bounds.diff(), 2 * self.ranks if self.ranks > 1 else 1
         self.valid = torch.ones((), dtype=torch.bool, device=self.device)
         self._expect(
-            (bounds[0] == 0) & (bounds[-1] == total) & (lengths >= 0).all() & (lengths % multiple == 0).all(),
-            f"cu_seqlens_padded must ascend from 0 to {total}, the tokens of all ranks, by multiples of {multiple}"
-            ", got {bounds}",
+            (bounds[0] == 0)
+            & (bounds[-1] == total)
+            & (lengths >= 0).all()
+            & (lengths % multiple == 0).all(),
+            f"cu_seqlens_padded must ascend from 0 to {total}, the tokens of all ranks, by "
+            f"multiples of {multiple}, got {{bounds}}",
             bounds=bounds,
         )
         tokens = torch.arange(total, device=self.device)
-        self.sequence = torch.searchsorted(bounds[1:], tokens, right=True).clamp(max=len(lengths) - 1)
+        self.sequence = torch.searchsorted(bounds[1:], tokens, right=True).clamp(
+            max=len(lengths) - 1
+        )
         self.offset = tokens - bounds[self.sequence]
-        self.rows, self.row, self.column, self.length = len(lengths), self.sequence, self.offset, lengths
+        self.rows, self.row, self.column, self.length = (
+            len(lengths),
+            self.sequence,
+            self.offset,
+            lengths,
+        )
 
     def _expect(self, valid, message: str, **shown):
-        """Raise ValueError on CPUs unless valid; on GPUs results are NaN. shown: tensors in the message, by name."""
+        """Raise ValueError on CPUs unless valid; on GPUs results are NaN. shown: tensors in the
+        message, by name."""
         self.valid = self.valid & valid
         if valid.device.type == "cpu" and not bool(valid):
             raise ValueError(message.format(**{name: x[:16].tolist() for name, x in shown.items()}))
 
     def place(self, attention_mask, sub_seq_lengths):
-        """Place tokens where SkyRL does: at the attended columns of a row per sequence, or several sequences a row."""
+        """Place tokens where SkyRL does: at the attended columns of a row per sequence, or several
+        sequences a row."""
         device = self.device
         if sub_seq_lengths is not None:
             if not all(isinstance(row, (list, tuple)) for row in sub_seq_lengths):
-                raise TypeError(f"sub_seq_lengths must be a list of lengths for each row, got {sub_seq_lengths!r}")
+                raise TypeError(
+                    "sub_seq_lengths must be a list of lengths for each row, got "
+                    f"{sub_seq_lengths!r}"
+                )
             counts = [len(row) for row in sub_seq_lengths]
             if sum(counts) != len(self.length):
-                raise ValueError(f"sub_seq_lengths must be of {len(self.length)} sequences, got {sum(counts)}")
+                raise ValueError(
+                    f"sub_seq_lengths must be of {len(self.length)} sequences, got {sum(counts)}"
+                )
             counted = torch.tensor(counts, device=device)
-            row = torch.arange(len(counts), device=device).repeat_interleave(counted, output_size=sum(counts))
+            row = torch.arange(len(counts), device=device).repeat_interleave(
+                counted, output_size=sum(counts)
+            )
             first = (counted.cumsum(0) - counted)[row]  # sequence that begins the row
             self.rows, self.row = len(counts), row[self.sequence]
             self.column = self.offset + (self.bounds[:-1] - self.bounds[first])[self.sequence]
-            packed, self.length = self.length, torch.tensor([n for row in sub_seq_lengths for n in row], device=device)
+            packed, self.length = (
+                self.length,
+                torch.tensor([n for row in sub_seq_lengths for n in row], device=device),
+            )
             fits = ((self.length >= 0) & (self.length <= packed)).all()
-            most = "sub_seq_lengths must be at most the packed sequences' {packed} tokens, got {got}"
+            most = (
+                "sub_seq_lengths must be at most the packed sequences' {packed} tokens, got {got}"
+            )
             self._expect(fits, most, packed=packed, got=self.length)
         elif attention_mask is not None:
-            TensorLine("bool or integers", (self.rows, self.width)).check("attention_mask", attention_mask, {})
+            TensorLine("bool or integers", (self.rows, self.width)).check(
+                "attention_mask", attention_mask, {}
+            )
             mask = attention_mask.to(device, torch.bool)
-            columns = (~mask).to(torch.int8).argsort(dim=1, stable=True)  # those of the attended tokens first
+            # those of the attended tokens first
+            columns = (~mask).to(torch.int8).argsort(dim=1, stable=True)
             self.column = columns[self.row, self.offset.clamp(0, self.width - 1)]
             packed, self.length = self.length, mask.sum(1)
             most = "attention_mask must attend to at most the packed sequences' {packed} tokens, got {got}"
@@ -244,8 +331,11 @@ class PackedTokens(RankedTokens):
         last = self.offset >= self.length[self.sequence] - 1
         return ~last & (self.offset >= 0) & (self.column < self.width - 1)
 
-    def log_probs(self, score: Score, ids, inference_only: bool = False, labels=None) -> torch.Tensor:
-        """Return the log-probs [rows, width - 1] fp32 of tokens in their places, else 0; no graph if inference_only.
+    def log_probs(
+        self, score: Score, ids, inference_only: bool = False, labels=None
+    ) -> torch.Tensor:
+        """Return the log-probs [rows, width - 1] fp32 of tokens in their places, else 0; no graph
+        if inference_only.
 
         Args:
             score: labels [1, T/C] of this rank -> log-probs [1, T/C].
@@ -261,15 +351,22 @@ class PackedTokens(RankedTokens):
         values = self.joined_scores(score, labels, inference_only).squeeze(0).where(used, 0.0)
         # tokens without a place share the last column, which is cut off
         padded = values.new_zeros(self.rows, self.width)
-        padded = padded.index_put((self.row, self.column.where(used, self.width - 1)), values)[:, :-1]
+        padded = padded.index_put((self.row, self.column.where(used, self.width - 1)), values)[
+            :, :-1
+        ]
         return torch.where(self.valid, padded, torch.nan)
 
     def weights(self, num_actions: int, loss_mask, dtype) -> torch.Tensor:
-        """Return this rank's weights [T/C]: loss_mask [rows, num_actions], or 1, in the last places of rows, else 0."""
+        """Return this rank's weights [T/C]: loss_mask [rows, num_actions], or 1, in the last places
+        of rows, else 0."""
         IntLine(1, self.width - 1).check("num_actions", num_actions, {})
         if loss_mask is not None:
-            TensorLine("real numbers or bool", (self.rows, num_actions)).check("loss_mask", loss_mask, {})
+            TensorLine("real numbers or bool", (self.rows, num_actions)).check(
+                "loss_mask", loss_mask, {}
+            )
         padded = torch.zeros(self.rows, self.width, dtype=dtype, device=self.device)
-        padded[:, self.width - 1 - num_actions : -1] = 1.0 if loss_mask is None else loss_mask.to(padded)
+        padded[:, self.width - 1 - num_actions : -1] = (
+            1.0 if loss_mask is None else loss_mask.to(padded)
+        )
         weights = padded[self.row, self.column.where(self.scored, self.width - 1)]
         return torch.where(self.valid, self.take(weights, 0), torch.nan)

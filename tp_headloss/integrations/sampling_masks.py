@@ -1,12 +1,15 @@
-"""Readers of sampling masks, the sets of ids that a sampler kept, in the formats of engines and trainers, as `IdSets`.
+"""Readers of sampling masks, the sets of ids that a sampler kept, in the formats of engines and
+trainers, as `IdSets`.
 
-Each host's format has a function. vLLM, prime-rl and NeMo-RL call it a sampling mask, SkyRL a sample support. Nothing
-of a host is imported. The formats are by signature: those of vLLM 0.28 and later, of prime-rl's transport and of
-verifiers 0.4, of NeMo-RL's SamplingMask and of SkyRL's sample support in September 2026. verl 0.9.1 has vLLM's.
+Each host's format has a function. vLLM, prime-rl and NeMo-RL call it a sampling mask, SkyRL a
+sample support. Nothing of a host is imported. The formats are by signature: those of vLLM 0.28 and
+later, of prime-rl's transport and of verifiers 0.4, of NeMo-RL's SamplingMask and of SkyRL's sample
+support in September 2026. verl 0.9.1 has vLLM's.
 
-A set belongs to the token that was drawn from it, and a label is the *next* token. So the sets of tokens [B, S] are
-those of the labels ``tokens[:, 1:]`` as ``sets[:, 1:]``. Sets of sampled tokens alone become those of all labels by
-`IdSets.scatter`. Prompts, tool outputs and padding have none; their labels have to be ignored, or are NaN.
+A set belongs to the token that was drawn from it, and a label is the *next* token. So the sets of
+tokens [B, S] are those of the labels ``tokens[:, 1:]`` as ``sets[:, 1:]``. Sets of sampled tokens
+alone become those of all labels by `IdSets.scatter`. Prompts, tool outputs and padding have none;
+their labels have to be ignored, or are NaN.
 """
 
 from __future__ import annotations
@@ -24,12 +27,14 @@ def from_vllm(masks: Iterable) -> IdSets:
     """Return the sets [N] of the tokens of some completions, one after the other.
 
     Args:
-        masks: for each completion its ``sampling_mask``: vLLM's SamplingMask, whose ``token_ids`` are a list of ids per
-            token, or one list beside ``offsets``, as slime's two lists are; or the list of lists that
-            /inference/v1/generate answers, and SGLang as ``meta_info["output_token_sampling_mask"]``.
+        masks: for each completion its ``sampling_mask``: vLLM's SamplingMask, whose ``token_ids``
+            are a list of ids per token, or one list beside ``offsets``, as slime's two lists are;
+            or the list of lists that /inference/v1/generate answers, and SGLang as
+            ``meta_info["output_token_sampling_mask"]``.
 
     Raises:
-        TypeError: a completion without a mask (None): the engine ran without ``return_sampling_mask=True``.
+        TypeError: a completion without a mask (None): the engine ran without
+            ``return_sampling_mask=True``.
 
     Examples:
         >>> sets = from_vllm([[[3, 42], [7]], [[1]]])  # completions of 2 tokens and of one
@@ -37,7 +42,9 @@ def from_vllm(masks: Iterable) -> IdSets:
         (tensor([ 3, 42,  7,  1]), tensor([[0, 2],
                 [2, 3],
                 [3, 4]]))
-        >>> sampled = torch.tensor([[False, True, True], [True, False, False]])  # labels that are of completions
+        >>> sampled = torch.tensor(
+        ...     [[False, True, True], [True, False, False]]
+        ... )  # labels that are of completions
         >>> sets.scatter(sampled).contains(torch.tensor([[5, 42, 7], [1, 0, 0]]))
         tensor([[False,  True,  True],
                 [ True, False, False]])
@@ -50,7 +57,9 @@ def _completion_sets(mask) -> IdSets:
     if offsets is None:
         if not isinstance(ids, Iterable) or not all(isinstance(row, Iterable) for row in ids):
             got = f"one of {next(iter(ids))!r}, .." if isinstance(ids, Iterable) else repr(ids)
-            raise TypeError(f"a sampling mask must be vLLM's SamplingMask or a list of ids per token, got {got}")
+            raise TypeError(
+                f"a sampling mask must be vLLM's SamplingMask or a list of ids per token, got {got}"
+            )
         return _sets_from_counts(list(chain.from_iterable(ids)), [len(row) for row in ids])
     return _sets_from_offsets(_int_tensor(ids), _int_tensor(offsets))
 
@@ -58,16 +67,20 @@ def _completion_sets(mask) -> IdSets:
 def from_prime_rl(masks: Iterable) -> IdSets:
     """Return the sets [N] of the tokens of some samples, prompts included, one after the other.
 
-    Where prime-rl has no ids for a token it takes the log-prob over the whole vocabulary; here such a token's label has
-    to be ignored. In its trainer the mask is a tensor [B, S, K] of ids, -1 where there is none, which `IdSets` takes.
+    Where prime-rl has no ids for a token it takes the log-prob over the whole vocabulary; here such
+    a token's label has to be ignored. In its trainer the mask is a tensor [B, S, K] of ids, -1
+    where there is none, which `IdSets` takes.
 
     Args:
-        masks: for each sample its ``sampling_mask``: an object with ``ids``, the sets one after the other, and
-            ``counts``, ids per token, each int32 as bytes (prime_rl.transport) or as arrays (verifiers).
+        masks: for each sample its ``sampling_mask``: an object with ``ids``, the sets one after the
+            other, and ``counts``, ids per token, each int32 as bytes (prime_rl.transport) or as
+            arrays (verifiers).
 
     Examples:
         >>> from types import SimpleNamespace
-        >>> sets = from_prime_rl([SimpleNamespace(ids=torch.tensor([3, 42, 7]), counts=torch.tensor([0, 2, 1]))])
+        >>> sets = from_prime_rl(
+        ...     [SimpleNamespace(ids=torch.tensor([3, 42, 7]), counts=torch.tensor([0, 2, 1]))]
+        ... )
         >>> sets.spans  # the first token is a prompt's
         tensor([[0, 0],
                 [0, 2],
@@ -82,8 +95,9 @@ def from_nemo_rl(mask) -> IdSets:
     `nemo_rl.get_next_token_logprobs_from_logits` takes NeMo-RL's mask itself.
 
     Args:
-        mask: NeMo-RL's SamplingMask, with ``token_ids`` [B, S, K] and ``sizes`` [B, S], the number of ids that count;
-            or a mapping with "sampling_mask_token_ids" and "sampling_mask_sizes", as its batches are.
+        mask: NeMo-RL's SamplingMask, with ``token_ids`` [B, S, K] and ``sizes`` [B, S], the number
+            of ids that count; or a mapping with "sampling_mask_token_ids" and
+            "sampling_mask_sizes", as its batches are.
 
     Examples:
         >>> ids, sizes = torch.tensor([[[0, 0], [5, 0], [4, 9]]]), torch.tensor([[0, 1, 2]])
@@ -99,7 +113,9 @@ def from_nemo_rl(mask) -> IdSets:
     TENSOR.check("token_ids of a sampling mask", ids, {})
     IDS.check("sizes of a sampling mask", sizes := _int_tensor(sizes), {})
     if sizes.shape != ids.shape[:-1]:
-        raise ValueError(f"a sampling mask must have sizes {list(ids.shape[:-1])}, got {list(sizes.shape)}")
+        raise ValueError(
+            f"a sampling mask must have sizes {list(ids.shape[:-1])}, got {list(sizes.shape)}"
+        )
     if not sizes.is_cuda and bool(((sizes < 0) | (sizes > ids.shape[-1])).any()):
         some = sizes.flatten()[:20].tolist()
         raise ValueError(f"a sampling mask must have sizes in [0, {ids.shape[-1]}], got {some}")
@@ -110,8 +126,9 @@ def from_skyrl(supports: Iterable) -> IdSets:
     """Return the sets [N] of the response tokens of some trajectories, one after the other.
 
     Args:
-        supports: for each trajectory its ``rollout_sample_support``, an integer array or tensor [tokens, top_k] with -1
-            where there is no id. The ``values`` of SkyRL's PackedTensor are those of all its trajectories.
+        supports: for each trajectory its ``rollout_sample_support``, an integer array or tensor
+            [tokens, top_k] with -1 where there is no id. The ``values`` of SkyRL's PackedTensor are
+            those of all its trajectories.
 
     Examples:
         >>> from_skyrl([torch.tensor([[7, 8], [4, -1]]), torch.tensor([[5, 6]])]).ids
@@ -125,23 +142,40 @@ def from_skyrl(supports: Iterable) -> IdSets:
 def _sets_from_counts(ids, counts) -> IdSets:
     counts = _int_tensor(counts)
     IDS.check("counts of a sampling mask", counts, {})
-    return _sets_from_offsets(_int_tensor(ids), torch.nn.functional.pad(counts.long().cumsum(0), (1, 0)))
+    return _sets_from_offsets(
+        _int_tensor(ids), torch.nn.functional.pad(counts.long().cumsum(0), (1, 0))
+    )
 
 
 def _sets_from_offsets(ids, offsets) -> IdSets:
     """`IdSets.from_csr`; ValueError, where nothing waits for it, unless each id is in one set."""
     sets = IdSets.from_csr(ids, offsets)
-    if not offsets.is_cuda and (bool((offsets.diff() < 0).any()) or offsets[[0, -1]].tolist() != [0, len(ids)]):
+    if not offsets.is_cuda and (
+        bool((offsets.diff() < 0).any()) or offsets[[0, -1]].tolist() != [0, len(ids)]
+    ):
         raise ValueError(
-            f"a sampling mask must have each of its {len(ids)} ids in one set, got offsets {offsets.tolist()}"
+            f"a sampling mask must have each of its {len(ids)} ids in one set, got offsets "
+            f"{offsets.tolist()}"
         )
     return sets
 
 
 def _int_tensor(x) -> torch.Tensor:
-    """A tensor of integers: bytes are int32, other integers int32 or int64. Other types are kept, for the caller."""
+    """A tensor of integers: bytes are int32, other integers int32 or int64. Other types are kept,
+    for the caller."""
     if isinstance(x, bytes):
-        return torch.frombuffer(bytearray(x), dtype=torch.int32) if x else torch.zeros(0, dtype=torch.int32)
+        return (
+            torch.frombuffer(bytearray(x), dtype=torch.int32)
+            if x
+            else torch.zeros(0, dtype=torch.int32)
+        )
     found = x if isinstance(x, torch.Tensor) else torch.tensor(x)  # a copy: arrays may be read-only
-    is_small = found.dtype in (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.uint32, torch.uint64)
+    is_small = found.dtype in (
+        torch.int8,
+        torch.uint8,
+        torch.int16,
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+    )
     return found.long() if is_small or not found.numel() else found

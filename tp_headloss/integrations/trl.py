@@ -1,4 +1,5 @@
-"""TRL: the log-probs of its trainers from a sharded output layer, which TRL's own fused head would gather."""
+"""TRL: the log-probs of its trainers from a sharded output layer, which TRL's own fused head would
+gather."""
 
 from __future__ import annotations
 
@@ -16,7 +17,14 @@ from . import require
 from .transformers.calls import next_token_labels, refuse_columns
 from .transformers.check import InstalledForward
 from .transformers.forward import named_arguments
-from .transformers.model_facts import Model, call_shard, checked_linear, gathered_head, head_operands, output_layer
+from .transformers.model_facts import (
+    Model,
+    call_shard,
+    checked_linear,
+    gathered_head,
+    head_operands,
+    output_layer,
+)
 
 require("trl")
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head  # noqa: E402
@@ -43,29 +51,38 @@ def fuse_log_probs(
     shard: VocabShard | None = None,
     transform: Transform | None = None,
 ) -> FusedLogProbs:
-    """Install TRL's ``add_fused_lm_head`` for an output layer whose weight stays sharded: ``model(..., labels=labels,
-    fused_lm_head=True)`` gives TRL's FusedCausalLMOutput from hidden states [B, S, H] and weight [V/P, H].
+    """Install TRL's ``add_fused_lm_head`` for an output layer whose weight stays sharded:
+    ``model(..., labels=labels, fused_lm_head=True)`` gives TRL's FusedCausalLMOutput from hidden
+    states [B, S, H] and weight [V/P, H].
 
         trainer = GRPOTrainer(model, ...)  # installs TRL's own
-        fused = fuse_log_probs(trainer.model)  # replaces it, with its settings; .remove() puts it back
+        fused = fuse_log_probs(trainer.model)  # replaces it, with its settings; .remove() puts it
+        back
 
-    Fields are [B, S - 1], or [B, S] with ``shift_labels``, replicated, and 0 where the label is -100. log_probs and
-    entropy are differentiable, the others are not. dH, the gradient of the hidden states, is summed over the group here
-    (one all-reduce), because the model's body expects a whole gradient. Without ``fused_lm_head=True``
-    the forward is the model's own, so that generate() works. All ranks of the group install together.
+    Fields are [B, S - 1], or [B, S] with ``shift_labels``, replicated, and 0 where the label is
+    -100. log_probs and entropy are differentiable, the others are not. dH, the gradient of the
+    hidden states, is summed over the group here (one all-reduce), because the model's body expects
+    a whole gradient. Without ``fused_lm_head=True`` the forward is the model's own, so that
+    generate() works. All ranks of the group install together.
 
     Args:
-        temperature, cast_lm_head_to_fp32, outputs: TRL's settings; None takes those of TRL's head on this model, or
-            without one TRL's defaults (1.0, False, ("log_probs",)). cast_lm_head_to_fp32 copies rows of another dtype.
+        temperature, cast_lm_head_to_fp32, outputs: TRL's settings; None takes those of TRL's head
+            on this model, or without one TRL's defaults (1.0, False, ("log_probs",)).
+            cast_lm_head_to_fp32 copies rows of another dtype.
         linear, shard, transform: as in `transformers.fuse_head`, with the same check of the model.
 
     Raises:
-        TypeError, ValueError: as in `transformers.fuse_head`; an output that TRL's head does not have; an auxiliary
-            loss of a router. In a call without labels: logits of this rank's columns (`transformers.colwise_plan`).
+        TypeError, ValueError: as in `transformers.fuse_head`; an output that TRL's head does not
+            have; an auxiliary loss of a router. In a call without labels: logits of this rank's
+            columns (`transformers.colwise_plan`).
     """
     output_layer(model)
     trl_forward, settings = _trl_forward_and_settings(model)
-    given = {"temperature": temperature, "cast_lm_head_to_fp32": cast_lm_head_to_fp32, "outputs": outputs}
+    given = {
+        "temperature": temperature,
+        "cast_lm_head_to_fp32": cast_lm_head_to_fp32,
+        "outputs": outputs,
+    }
     settings |= {name: value for name, value in given.items() if value is not None}
     return FusedLogProbs(model, trl_forward, settings, linear, shard, transform)
 
@@ -82,7 +99,8 @@ def _trl_forward_and_settings(model):
 
 
 class FusedLogProbs(InstalledForward):
-    """An installed head that returns TRL's output, see `fuse_log_probs`; a context manager that removes itself."""
+    """An installed head that returns TRL's output, see `fuse_log_probs`; a context manager that
+    removes itself."""
 
     def __init__(self, model, trl_forward, settings, linear, shard, transform):
         # at temperature 1 until the check has compared the loss with the model's own
@@ -100,8 +118,11 @@ class FusedLogProbs(InstalledForward):
         self.calls += 1
         given = named_arguments(self.stock_forward, model, args, kwargs) | {"use_cache": False}
         hidden, layer = self._run_body(model, given).last_hidden_state, output_layer(model)
-        labels = next_token_labels(given.get("labels"), given.get("shift_labels"), IGNORED_LABEL).to(hidden.device)
-        linear = self.linear  # the valid tokens alone, as in TRL's head: their number waits for the device
+        labels = next_token_labels(
+            given.get("labels"), given.get("shift_labels"), IGNORED_LABEL
+        ).to(hidden.device)
+        # the valid tokens alone, as in TRL's head: their number waits for the device
+        linear = self.linear
         if linear.max_valid_tokens is None:
             linear = replace(linear, max_valid_tokens=int((labels != IGNORED_LABEL).sum()))
         cast = self.settings["cast_lm_head_to_fp32"]
@@ -123,9 +144,12 @@ class FusedLogProbs(InstalledForward):
         return self._output(stats, labels, given)
 
     def _output(self, stats, labels, given):
-        """TRL's output: the requested fields, 0 where ignored, and the mean negative log-prob as the loss."""
+        """TRL's output: the requested fields, 0 where ignored, and the mean negative log-prob as
+        the loss."""
         mask = labels != IGNORED_LABEL
-        fields = {name: OUTPUTS[name][1](stats) for name in ("log_probs", *self.settings["outputs"])}
+        fields = {
+            name: OUTPUTS[name][1](stats) for name in ("log_probs", *self.settings["outputs"])
+        }
         if given.get("shift_labels") is None:  # the last position has no label
             mask = mask[:, :-1]
             fields = {name: x[:, :-1] for name, x in fields.items()}

@@ -1,4 +1,5 @@
-"""The fused linear head: hidden states and a weight shard in place of logits, which never exist as a whole."""
+"""The fused linear head: hidden states and a weight shard in place of logits, which never exist as
+a whole."""
 
 from ..arguments.linear import Linear
 from .head import linear_vocab_statistics

@@ -1,4 +1,5 @@
-"""The memory planner: how logits that never exist as a whole are cut into blocks that fit into a budget of bytes."""
+"""The memory planner: how logits that never exist as a whole are cut into blocks that fit into a
+budget of bytes."""
 
 import functools
 from typing import NamedTuple
@@ -12,8 +13,10 @@ class Sizes(NamedTuple):
     tokens: int  # at least 1
     width: int
     hidden: int
-    bytes: int  # of a logit in a block: of the operands' dtype, and 4 more where it is fp32, and a teacher's
-    sums: bool  # True if operands are of half precision, so that sums over blocks need fp32 memory of their own
+    # of a logit in a block: of the operands' dtype, and 4 more where it is fp32, and a teacher's
+    bytes: int
+    # True if operands are of half precision, so that sums over blocks need fp32 memory of their own
+    sums: bool
     weight_sums: bool  # True if dW is written in half precision
 
     def row(self, columns: int) -> int:
@@ -22,7 +25,8 @@ class Sizes(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Sizes of the blocks into which the logits are cut: forward by tokens, backward by tokens and ids."""
+    """Sizes of the blocks into which the logits are cut: forward by tokens, backward by tokens and
+    ids."""
 
     forward: int
     tokens: int
@@ -30,7 +34,8 @@ class Blocks(NamedTuple):
 
 
 def row_stride(width: int) -> int:
-    """Elements between rows that GEMMs read and write well: a multiple of 32 (with 64, none is faster)."""
+    """Elements between rows that GEMMs read and write well: a multiple of 32 (with 64, none is
+    faster)."""
     return -(-width // 32) * 32
 
 
@@ -55,36 +60,46 @@ def _tokens_that_fit(sizes: Sizes, budget: int) -> int | None:
 
 @functools.lru_cache(maxsize=256)
 def one_sweep_tokens(sizes: Sizes, budget: int) -> int | None:
-    """Tokens of a block whose logits, and an fp32 dW if it has to be summed in memory of its own, fit in the budget."""
+    """Tokens of a block whose logits, and an fp32 dW if it has to be summed in memory of its own,
+    fit in the budget."""
     whole = _tokens_that_fit(sizes, budget)
     if whole == sizes.tokens or not sizes.weight_sums:
         return whole
     return _tokens_that_fit(sizes, max(0, budget - 4 * sizes.width * sizes.hidden))
 
 
-# Multiplications that one multiprocessor does while a byte of fp32 sums is read or written, and per block, while its
-# kernels begin and end: an H200 multiplies 2.6e12 pairs of bf16 a second on each. Fitted to plans for 8192 x 4096 and
-# 16032, 32064 and 128256 ids, in turns with four GEMMs. Of these and others (`MEASURED_PLANS` of the tests), the plan
-# of the least cost is at most 3 % slower than the fastest
+# Multiplications that one multiprocessor does while a byte of fp32 sums is read or written, and per
+# block, while its kernels begin and end: an H200 multiplies 2.6e12 pairs of bf16 a second on each.
+# Fitted to plans for 8192 x 4096 and 16032, 32064 and 128256 ids, in turns with four GEMMs. Of
+# these and others (`MEASURED_PLANS` of the tests), the plan of the least cost is at most 3 % slower
+# than the fastest
 PER_BYTE, PER_BLOCK = 0.6, 100e6
 PROCESSORS, GEMM_TILE = 132, (128, 256)  # of an H100 or H200: other GPUs get the same blocks
 
 
 def _elements(rows: int, columns: int) -> float:
-    """Elements of a product that each multiprocessor makes: halfway between an even share and whole rounds of tiles.
-    Those that idle in the last round leave power to the others, which multiply faster."""
+    """Elements of a product that each multiprocessor makes: halfway between an even share and whole
+    rounds of tiles. Those that idle in the last round leave power to the others, which multiply
+    faster."""
     tiles = -(-rows // GEMM_TILE[0]) * -(-columns // GEMM_TILE[1])
     rounds = -(-tiles // PROCESSORS) * GEMM_TILE[0] * GEMM_TILE[1]
     return (rounds + rows * columns / PROCESSORS) / 2
 
 
 def _backward_cost(sizes: Sizes, tokens: int, columns: int) -> float:
-    """Multiplications per multiprocessor that a backward in blocks takes, with everything else in the same unit."""
-    adds_weight = tokens < sizes.tokens or not sizes.weight_sums  # a main_grad is added to by the only block, too
+    """Multiplications per multiprocessor that a backward in blocks takes, with everything else in
+    the same unit."""
+    # a main_grad is added to by the only block, too
+    adds_weight = tokens < sizes.tokens or not sizes.weight_sums
 
     def block(t: int, c: int) -> float:
-        gemms = sizes.hidden * _elements(t, c) + c * _elements(t, sizes.hidden) + t * _elements(c, sizes.hidden)
-        bytes_of_hidden = 4 * t * sizes.hidden * (columns < sizes.width)  # and 4 more, which its GEMM hides
+        gemms = (
+            sizes.hidden * _elements(t, c)
+            + c * _elements(t, sizes.hidden)
+            + t * _elements(c, sizes.hidden)
+        )
+        # and 4 more, which its GEMM hides
+        bytes_of_hidden = 4 * t * sizes.hidden * (columns < sizes.width)
         bytes_of_weight = 8 * c * sizes.hidden * adds_weight
         return gemms + PER_BYTE * (bytes_of_hidden + bytes_of_weight) + PER_BLOCK
 
@@ -98,8 +113,9 @@ def _backward_cost(sizes: Sizes, tokens: int, columns: int) -> float:
 
 @functools.lru_cache(maxsize=256)
 def recompute_blocks(sizes: Sizes, budget: int) -> Blocks | None:
-    """The blocks that fit in the budget and take the shortest time: tiles of their products fill the multiprocessors,
-    dW is read and written once more per block of tokens, dH per block of ids. Half precision takes fp32 sums, too."""
+    """The blocks that fit in the budget and take the shortest time: tiles of their products fill
+    the multiprocessors, dW is read and written once more per block of tokens, dH per block of ids.
+    Half precision takes fp32 sums, too."""
     forward, best = _tokens_that_fit(sizes, budget), None
     n, width = sizes.tokens, sizes.width
     for parts in range(1, -(-n // TILE) + 1):
@@ -121,7 +137,8 @@ def recompute_blocks(sizes: Sizes, budget: int) -> Blocks | None:
 
 
 def minimum_budget(planner, sizes: Sizes) -> int:
-    """Smallest budget in bytes, to 1/64, with which `planner`, one of the two above, finds a plan."""
+    """Smallest budget in bytes, to 1/64, with which `planner`, one of the two above, finds a
+    plan."""
     low, high = 0, 1 << 12
     while planner(sizes, high) is None:
         low, high = high, 2 * high
@@ -135,8 +152,9 @@ DEFAULT_BLOCK = 128 << 20  # bytes
 
 
 def planned(planner, sizes: Sizes, budget: int | None, min_sums: int = 0, reserved: int = 0):
-    """Return the plan of `planner` for a budget, None if that is too small. Without one: room for a block and, in half
-    precision, the smaller of the sums in fp32, at least `min_sums` bytes. reserved: bytes that the caller holds."""
+    """Return the plan of `planner` for a budget, None if that is too small. Without one: room for a
+    block and, in half precision, the smaller of the sums in fp32, at least `min_sums` bytes.
+    reserved: bytes that the caller holds."""
     if budget is not None:
         return planner(sizes, max(0, budget - reserved))
     smaller = 4 * sizes.hidden * min(sizes.tokens, sizes.width) if sizes.sums else 0

@@ -15,9 +15,8 @@ from ..call.request_of import build_request
 from ..engine.request import Request, TeacherOperands, Tensors
 from ..ranks.shard import VocabShard
 from ..validation import operand_dtype, refuse_export
-from . import blocks
+from . import blocks, epilogue
 from .autograd import LinearStatistics, MainGrad
-from .epilogue import is_default, obstacle
 from .facts import LinearFacts
 from .teacher import expect_teacher_head, stand_in, teacher_operands
 from .valid_tokens import picked_rows
@@ -33,17 +32,26 @@ class LinearCall(NamedTuple):
     request: Request  # its logits: an expanded scalar that has their shape and dtype
     linear: Linear
     facts: LinearFacts
-    obstacle: str | None  # why recompute has logits, where it was to have none
-    sweep_tokens: int = 0  # tokens of a block of one sweep; 0: recompute
 
     @classmethod
     def checked(cls, given: Given) -> LinearCall:
         """Validate a call and bring its tensors into rows."""
-        hidden, weight, shard, linear, options = given.hidden, given.weight, given.shard, given.linear, given.options
+        hidden, weight, shard, linear, options = (
+            given.hidden,
+            given.weight,
+            given.shard,
+            given.linear,
+            given.options,
+        )
         if options.inplace:
-            raise ValueError("inplace=True overwrites logits, and a linear head has none of the caller's")
+            raise ValueError(
+                "inplace=True overwrites logits, and a linear head has none of the caller's"
+            )
         if options.gradient == "forward":
-            raise ValueError("gradient='forward' is for logits; the gradients of hidden states come from one sweep")
+            raise ValueError(
+                "gradient='forward' is for logits; the gradients of hidden states come from one "
+                "sweep"
+            )
         dtype = operand_dtype(hidden, weight)
         if linear.main_grad:
             expect_main_grad(weight)
@@ -54,10 +62,13 @@ class LinearCall(NamedTuple):
         lead, scattered = list(hidden.shape[:-1]), linear.hidden_grad == "reduce_scatter"
         if scattered:
             if not lead:
-                raise ValueError("hidden_grad='reduce_scatter' needs hidden states [S/P, .., H], got [H]")
+                raise ValueError(
+                    "hidden_grad='reduce_scatter' needs hidden states [S/P, .., H], got [H]"
+                )
             lead[0] *= shard.world_size
             hidden = hidden.contiguous()  # ranks agree on the order of the tokens they gather
-        in_order = scattered or linear.max_valid_tokens is not None  # the first valid tokens are kept
+        # the first valid tokens are kept
+        in_order = scattered or linear.max_valid_tokens is not None
         logits = hidden.new_empty((), dtype=dtype).expand(*lead, shard.width)
         teacher = given.teacher
         if isinstance(teacher, TeacherHead):
@@ -66,24 +77,42 @@ class LinearCall(NamedTuple):
         request = build_request(given, logits if in_order else hidden)
         if isinstance(teacher, TeacherHead):
             operands = teacher_operands(teacher, request.order, scattered)
-            request = request._replace(tensors=request.tensors._replace(teacher=None), teacher_head=operands)
+            request = request._replace(
+                tensors=request.tensors._replace(teacher=None), teacher_head=operands
+            )
         flat = hidden.reshape(-1, hidden.shape[-1]) if scattered else request.order.flatten(hidden)
         if linear.max_valid_tokens is not None:
             flat, request = picked_rows(flat, request, linear.max_valid_tokens, options.check)
-        epilogue, reason = _takes_epilogue(hidden, weight, dtype, request, linear)
-        weight_sums, rounded = weight.dtype.itemsize == 2 and not linear.main_grad, not linear.exact_logits
-        head, hidden_grad = request.teacher_head, linear.hidden_grad if shard.world_size > 1 else "none"
-        teacher_bytes = 0 if head.teacher_hidden is None else head.block_dtype.itemsize
-        logits_dtype = dtype if rounded or epilogue or dtype.itemsize != 2 else torch.float32
-        facts = LinearFacts(
-            dtype, linear.budget or 0, weight_sums, epilogue, rounded, logits_dtype, hidden_grad, teacher_bytes
+        has_epilogue = epilogue.obstacle(hidden, weight, dtype, request, linear) is None
+        weight_sums, rounded = (
+            weight.dtype.itemsize == 2 and not linear.main_grad,
+            not linear.exact_logits,
         )
-        return cls(flat, weight, request, linear, facts, reason)
+        head, hidden_grad = (
+            request.teacher_head,
+            linear.hidden_grad if shard.world_size > 1 else "none",
+        )
+        teacher_bytes = 0 if head.teacher_hidden is None else head.block_dtype.itemsize
+        logits_dtype = dtype if rounded or has_epilogue or dtype.itemsize != 2 else torch.float32
+        facts = LinearFacts(
+            dtype,
+            linear.budget or 0,
+            weight_sums,
+            has_epilogue,
+            rounded,
+            logits_dtype,
+            hidden_grad,
+            teacher_bytes,
+        )
+        return cls(flat, weight, request, linear, facts)
 
     def without_tensors(self, has_shard: bool) -> LinearCall:
-        """Return what `again` needs of a call, without its tensors, nor the shard if a caller gives it each time."""
+        """Return what `again` needs of a call, without its tensors, nor the shard if a caller gives
+        it each time."""
         standin = Tensors(self.request.tensors.logits)
-        request = self.request._replace(tensors=standin, shard=None if has_shard else self.request.shard)
+        request = self.request._replace(
+            tensors=standin, shard=None if has_shard else self.request.shard
+        )
         absent: Any = None
         return self._replace(hidden=absent, weight=absent, request=request)
 
@@ -93,10 +122,16 @@ class LinearCall(NamedTuple):
             expect_main_grad(weight)
         known = self.request
         scattered = self.linear.hidden_grad == "reduce_scatter"
-        flat = hidden.contiguous().reshape(-1, hidden.shape[-1]) if scattered else known.order.flatten(hidden)
+        flat = (
+            hidden.contiguous().reshape(-1, hidden.shape[-1])
+            if scattered
+            else known.order.flatten(hidden)
+        )
         tensors = known.tensors._replace(labels=known.order.flatten(labels).contiguous())
         return self._replace(
-            hidden=flat, weight=weight, request=known._replace(tensors=tensors, shard=shard or known.shard)
+            hidden=flat,
+            weight=weight,
+            request=known._replace(tensors=tensors, shard=shard or known.shard),
         )
 
     @property
@@ -105,23 +140,49 @@ class LinearCall(NamedTuple):
         return {"hidden states": self.hidden, "weight": self.weight}
 
     def recompute_outputs(self) -> tuple[torch.Tensor, ...]:
-        """The statistics [N] in the order of `layout.outputs`, any function of which can be differentiated."""
+        """The statistics [N] in the order of `layout.outputs`, any function of which can be
+        differentiated."""
         if torch.compiler.is_exporting():
             refuse_export(self.hidden, self.weight, *self.request.tensors[1:])
-        why = f" by blocks of logits, because {self.obstacle}" if self.obstacle else ""
-        log_mode("recompute with epilogues" if self.facts.epilogue else f"recompute{why}")
+        log_mode(self._recompute_mode())
         main_grad, grad_anchor = MainGrad(self.weight) if self.linear.main_grad else None, None
-        if self.facts.hidden_grad != "none" and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if (
+            self.facts.hidden_grad != "none"
+            and torch.is_grad_enabled()
+            and not torch.compiler.is_compiling()
+        ):
             grad_anchor = self.hidden.new_empty(0).requires_grad_()
         *teacher, dtype, cap = self.request.teacher_head
         without_tensors = TeacherOperands(operand_dtype=dtype, cap=cap)
         return LinearStatistics.apply(
-            self.hidden, self.weight, *self.request.tensors[1:], *teacher, main_grad, grad_anchor,
-            self.request._replace(tensors=None, order=None, shard=None, teacher_head=without_tensors), self.facts,
-        )  # fmt: skip
+            self.hidden,
+            self.weight,
+            *self.request.tensors[1:],
+            *teacher,
+            main_grad,
+            grad_anchor,
+            self.request._replace(
+                tensors=None, order=None, shard=None, teacher_head=without_tensors
+            ),
+            self.facts,
+        )
+
+    def _recompute_mode(self) -> str:
+        """The mode as its log line says it."""
+        if self.facts.epilogue:
+            return "recompute with epilogues"
+        reason = epilogue.obstacle(
+            self.hidden, self.weight, self.facts.dtype, self.request, self.linear
+        )
+        return (
+            "recompute"
+            if reason == epilogue.NOT_MEASURED
+            else f"recompute by blocks of logits, because {reason}"
+        )
 
     def one_sweep_tokens(self) -> int:
-        """Tokens of a block, the same on all ranks; 0 if the budget has no room (a ValueError if mode says so)."""
+        """Tokens of a block, the same on all ranks; 0 if the budget has no room (a ValueError if
+        mode says so)."""
         linear, request = self.linear, self.request
         sizes = self.facts.sizes(self.hidden.shape, self.hidden.dtype, request.facts)
         planner = blocks.one_sweep_tokens
@@ -134,25 +195,20 @@ class LinearCall(NamedTuple):
         return tokens or 0
 
 
-def _takes_epilogue(hidden, weight, dtype: torch.dtype, request: Request, linear: Linear) -> tuple[bool, str | None]:
-    """Whether recompute has epilogues instead of blocks of logits, and why not, where it was to have them."""
-    if linear.mode == "one_sweep" if linear.exact_logits else not is_default(hidden.device):
-        return False, None
-    found = obstacle(hidden, weight, dtype, request)
-    return found is None, found
-
-
 def expect_main_grad(weight):
     """Raise ValueError unless a weight that requires a gradient has Megatron's memory for it."""
     main_grad, got, strides = getattr(weight, "main_grad", None), None, ()
     if main_grad is not None:
-        got, strides = (main_grad.dtype, list(main_grad.shape), main_grad.device), main_grad.stride()
+        got, strides = (
+            (main_grad.dtype, list(main_grad.shape), main_grad.device),
+            main_grad.stride(),
+        )
     fits = main_grad is not None and main_grad.is_contiguous()
     fits = fits and got == (torch.float32, list(weight.shape), weight.device)
     if weight.requires_grad and not fits:
         raise ValueError(
-            f"main_grad=True needs weight.main_grad, fp32, contiguous, {list(weight.shape)} on {weight.device}, "
-            f"got {got}, strides {strides}"
+            f"main_grad=True needs weight.main_grad, fp32, contiguous, {list(weight.shape)} on "
+            f"{weight.device}, got {got}, strides {strides}"
         )
 
 

@@ -2,11 +2,13 @@
 
 import torch
 
+from ..arguments.linear import Linear
 from ..engine.request import Request
 from ..ranks.compiler import constant_for_compile
 
 CAPABILITY = (9, 0)  # of the oldest GPUs whose tensor memory accelerator loads the tiles
-MEASURED = ((9, 0),)  # capabilities on which scripts/bench/linear_turns.py compared them with blocks
+# capabilities on which scripts/bench/linear_turns.py compared them with blocks
+MEASURED = ((9, 0),)
 
 
 @constant_for_compile
@@ -15,17 +17,26 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def is_default(device: torch.device) -> bool:
-    """True where calls with rounded logits have epilogues if they can: where these were compared with blocks."""
+    """True where calls with rounded logits have epilogues if they can: where these were compared
+    with blocks."""
     return device.type == "cuda" and _capability(device) in MEASURED
 
 
 def has_wide_rows(weight: torch.Tensor) -> bool:
-    """Whether a weight's rows are contiguous, and begin at multiples of 16 bytes from its first one."""
+    """Whether a weight's rows are contiguous, and begin at multiples of 16 bytes from its first
+    one."""
     return weight.stride(1) == 1 and weight.stride(0) * weight.dtype.itemsize % 16 == 0
 
 
-def obstacle(hidden: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, request: Request) -> str | None:
-    """Reason why a call needs blocks of logits, or None. dtype: of the GEMMs' operands."""
+NOT_MEASURED = "they were not compared with blocks of logits on such a device"
+
+
+def obstacle(hidden, weight, dtype: torch.dtype, request: Request, linear: Linear) -> str | None:
+    """Reason why recompute needs blocks of logits, or None. dtype: of the GEMMs' operands."""
+    if linear.exact_logits and linear.mode == "one_sweep":
+        return "epilogues are for recompute"
+    if not linear.exact_logits and not is_default(hidden.device):
+        return NOT_MEASURED
     if request.facts.backend != "triton":
         return "the torch backend has no kernels"
     if hidden.is_cuda and _capability(hidden.device) < CAPABILITY:

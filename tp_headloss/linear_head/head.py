@@ -35,22 +35,27 @@ def linear_vocab_statistics(
     options: Options | None = None,
     linear: Linear | None = None,
 ) -> VocabStatistics:
-    """`vocab_statistics` of the logits hidden @ weight^T + bias, which never exist as a whole: mode "recompute".
+    """`vocab_statistics` of the logits hidden @ weight^T + bias, which never exist as a whole: mode
+    "recompute".
 
-    hidden [.., H] replicated (or as `Linear.hidden_grad` says), weight [width, H] and bias [width] of this rank sharded
-    on V, labels [..] replicated -> statistics [..] fp32 replicated. Forward: one GEMM, by blocks of tokens, and one
-    collective for all of them. Backward, any upstream gradients, any number of times: the logits made again by blocks
-    of the vocabulary, two more GEMMs, and the collective of dH, which the last block's dW hides.
+    hidden [.., H] replicated (or as `Linear.hidden_grad` says), weight [width, H] and bias [width]
+    of this rank sharded on V, labels [..] replicated -> statistics [..] fp32 replicated. Forward:
+    one GEMM, by blocks of tokens, and one collective for all of them. Backward, any upstream
+    gradients, any number of times: the logits made again by blocks of the vocabulary, two more
+    GEMMs, and the collective of dH, which the last block's dW hides.
 
-    Several hidden states with one weight (multi-token prediction) are one call: stacked [D, .., H] with labels [D, ..].
-    Operands have the dtype that torch.nn.functional.linear gives them, autocast included; the bias is added in fp32.
-    Logits are rounded to that dtype, unless `Linear.exact_logits` is True. fp32 products are IEEE fp32 unless torch's
-    own switch allows TF32. dH and dW are summed in fp32 and rounded once, dH before the ranks' parts are added.
+    Several hidden states with one weight (multi-token prediction) are one call: stacked [D, .., H]
+    with labels [D, ..]. Operands have the dtype that torch.nn.functional.linear gives them,
+    autocast included; the bias is added in fp32. Logits are rounded to that dtype, unless
+    `Linear.exact_logits` is True. fp32 products are IEEE fp32 unless torch's own switch allows
+    TF32. dH and dW are summed in fp32 and rounded once, dH before the ranks' parts are added.
 
     Args:
         linear: `Linear`: the reduction of dH, the memory, how logits are made.
-        shard: the rows of ``weight``; None: it holds the whole vocabulary, or is a DTensor that is ``Shard(0)``.
-        labels, want, transform, sets, ids, total_weight, ignore_index, options: as in `vocab_statistics`.
+        shard: the rows of ``weight``; None: it holds the whole vocabulary, or is a DTensor that is
+            ``Shard(0)``.
+        labels, want, transform, sets, ids, total_weight, ignore_index, options: as in
+        `vocab_statistics`.
         teacher: as in `vocab_statistics`, or a `TeacherHead`.
 
     Raises:
@@ -64,22 +69,33 @@ def linear_vocab_statistics(
         [-0.25, -0.25, 0.25, 0.25]
     """
     given = Given.checked(None, labels, shard, want, transform, options)._replace(
-        teacher=teacher, sets=sets, ids=ids, total_weight=total_weight, ignore_index=ignore_index, hidden=hidden,
-        weight=weight, bias=bias, linear=_recompute_options(Linear() if linear is None else linear),
-    )  # fmt: skip
+        teacher=teacher,
+        sets=sets,
+        ids=ids,
+        total_weight=total_weight,
+        ignore_index=ignore_index,
+        hidden=hidden,
+        weight=weight,
+        bias=bias,
+        linear=_recompute_options(Linear() if linear is None else linear),
+    )
     with Agreement(given.options, shard) as agreement:
         given = given.local()
         agreement.record("linear_vocab_statistics", given.shard, **given.facts())
         call = LinearCall.checked(given)
-    return assembled(call.recompute_outputs(), call.request, given.labels, given.options.check, call.operands)
+    return assembled(
+        call.recompute_outputs(), call.request, given.labels, given.options.check, call.operands
+    )
 
 
 def _recompute_options(linear: Linear) -> Linear:
-    """The options of a head whose statistics are differentiated. ValueError for those of one sweep."""
+    """The options of a head whose statistics are differentiated. ValueError for those of one
+    sweep."""
     LINES["linear"].check("linear", linear, {})
     if linear.mode == "one_sweep":
         raise ValueError(
-            "mode='one_sweep' computes the gradient of a HeadLoss: use HeadLoss.linear, or 'recompute' here"
+            "mode='one_sweep' computes the gradient of a HeadLoss: use HeadLoss.linear, or "
+            "'recompute' here"
         )
     if linear.upstream is not None:
         raise ValueError(f"upstream is of a one-sweep HeadLoss.linear, got {linear.upstream}")

@@ -5,9 +5,9 @@ from typing import NamedTuple
 import torch
 
 from ..call.statistics import assembled
-from ..engine.one_read import InForward
 from ..engine.passes import kernel_gradients
 from ..engine.request import Tensors
+from ..engine.ways.one_read import OneReadBlocks
 from ..statistics import VocabStatistics
 from . import sweeps
 from .autograd import MainGrad, OneSweep
@@ -34,13 +34,14 @@ class OneSweepGradients(NamedTuple):
 
 
 def sweep_statistics(
-    call: LinearCall, labels, options, objective_of, in_one=None
+    call: LinearCall, tokens: int, labels, options, objective_of, in_one_read=None
 ) -> tuple[VocabStatistics, OneSweepGradients]:
     """Compute statistics without gradients, and the gradients of hidden states, weight and bias.
 
-    objective_of(upstream gradient of the loss) -> a function of the values [n] and flags of a block by name, and of its
-    slice of the flat order, that returns upstream gradients [n] of the values by name. in_one: the `FusedReduction` of
-    the same loss for a launch that reads each logit of a block once, or None.
+    tokens: of a block. objective_of(upstream gradient of the loss) -> a function of the values [n]
+    and flags of a block by name, and of its slice of the flat order, that returns upstream
+    gradients [n] of the values by name. in_one_read: the `FusedReduction` of the same loss for a
+    launch that reads each logit of a block once, or None.
     """
     linear, request, check = call.linear, call.request, options.check
     facts, upstream = request.facts, _declared_upstream(call)
@@ -49,8 +50,12 @@ def sweep_statistics(
         check_range(labels, facts.ignore_index, facts.vocab_size)
     bias = request.tensors.bias
     wanted = sweeps.Gradients(
-        call.hidden.dtype if call.hidden.requires_grad or call.facts.hidden_grad != "none" else None,
-        (torch.float32 if linear.main_grad else call.weight.dtype) if call.weight.requires_grad else None,
+        call.hidden.dtype
+        if call.hidden.requires_grad or call.facts.hidden_grad != "none"
+        else None,
+        (torch.float32 if linear.main_grad else call.weight.dtype)
+        if call.weight.requires_grad
+        else None,
         None if bias is None or not bias.requires_grad else bias.dtype,
         MainGrad(call.weight).main_grad if direct and call.weight.requires_grad else None,
     )
@@ -59,16 +64,21 @@ def sweep_statistics(
         with torch.autograd.graph.disable_saved_tensors_hooks(message):
             pass
     objective = _objective(call, objective_of(upstream))
-    if in_one is not None:
-        in_one = in_one.in_rows(request.order)._replace(in_forward=InForward(upstream.float()))
+    one_read = None
+    if in_one_read is not None:
+        one_read = OneReadBlocks(in_one_read.in_rows(request.order), upstream.float())
     with torch.no_grad(), torch.autocast(call.hidden.device.type, enabled=False):
-        plain = request._replace(tensors=Tensors._make([None if x is None else x.detach() for x in request.tensors]))
+        plain = request._replace(
+            tensors=Tensors._make([None if x is None else x.detach() for x in request.tensors])
+        )
         operands = call.facts.operands(call.hidden.detach(), call.weight.detach(), plain)
         values, flags, hidden_grad, sums = sweeps.sweep_blocks(
-            *operands, call.sweep_tokens, objective, wanted, call.facts, in_one
+            *operands, tokens, objective, wanted, call.facts, one_read
         )
     log_mode("one sweep")
-    stats = assembled((*values.unbind(0), *flags), request, labels, check, call.operands if check else None)
+    stats = assembled(
+        (*values.unbind(0), *flags), request, labels, check, call.operands if check else None
+    )
     weight_grad = None if wanted.main_grad is not None else sums.sum
     declared = None if linear.upstream is None else upstream
     return stats, OneSweepGradients((hidden_grad, weight_grad, sums.bias), declared)
@@ -84,7 +94,8 @@ def _declared_upstream(call: LinearCall) -> torch.Tensor:
 
 
 def _objective(call: LinearCall, gradients_of):
-    """A function: values and flags of some tokens -> gradients of the values that backends take, by name."""
+    """A function: values and flags of some tokens -> gradients of the values that backends take, by
+    name."""
     layout, ids = call.request.layout, call.request.tensors.ids
 
     def objective(values, flags, here):
@@ -96,9 +107,11 @@ def _objective(call: LinearCall, gradients_of):
 
 
 def loss_gradients(call: LinearCall, loss_of, upstream):
-    """Make the argument of `sweep_statistics` for any loss, which autograd differentiates in every block.
+    """Make the argument of `sweep_statistics` for any loss, which autograd differentiates in every
+    block.
 
-    loss_of(statistics of some tokens [n], their slice of the flat order) -> that part of the loss [].
+    loss_of(statistics of some tokens [n], their slice of the flat order) -> that part of the loss
+    [].
     """
     request = call.request
     layout, labels = request.layout, request.tensors.labels
@@ -108,28 +121,47 @@ def loss_gradients(call: LinearCall, loss_of, upstream):
         leaves = {name: found[name].detach().requires_grad_() for name in names}
         # a checkpoint around the head must not see this graph, or it would compute everything again
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_same, _same):
-            known = found | leaves | {"labels": labels[here], "vocab_size": request.facts.vocab_size}
-            loss = loss_of(VocabStatistics(*map(known.get, VocabStatistics._fields)).updated(leaves), here)
+            known = (
+                found | leaves | {"labels": labels[here], "vocab_size": request.facts.vocab_size}
+            )
+            loss = loss_of(
+                VocabStatistics(*map(known.get, VocabStatistics._fields)).updated(leaves), here
+            )
         if not loss.requires_grad:
             return {}
         if _depends_on_others(loss, leaves.values()):  # each block has a graph of its own
-            in_main_grad = here.start > 0 and call.linear.main_grad and call.linear.upstream is not None
+            in_main_grad = (
+                here.start > 0 and call.linear.main_grad and call.linear.upstream is not None
+            )
             reason = "a tokenwise term depends on something else that requires a gradient"
             raise OneSweepObstacle(reason, in_main_grad)
-        grads = torch.autograd.grad(loss, list(leaves.values()), upstream.to(loss.dtype), allow_unused=True)
+        grads = torch.autograd.grad(
+            loss, list(leaves.values()), upstream.to(loss.dtype), allow_unused=True
+        )
         return dict(zip(names, grads))
 
     return gradients_of
 
 
-def attach_gradients(call: LinearCall, loss: torch.Tensor, stats: VocabStatistics, found: OneSweepGradients):
-    """Attach the gradients that were found to a loss [] and the statistics of `sweep_statistics`."""
+def attach_gradients(
+    call: LinearCall, loss: torch.Tensor, stats: VocabStatistics, found: OneSweepGradients
+):
+    """Attach the gradients that were found to a loss [] and the statistics of
+    `sweep_statistics`."""
     names, count = call.request.layout.reported
     main_grad = MainGrad(call.weight) if call.linear.main_grad else None
     loss, *passed = OneSweep.apply(
-        call.hidden, call.weight, call.request.tensors.bias, loss, found.gradients, main_grad, found.declared,
-        call.request.facts.backend, count, *[getattr(stats, name) for name in names],
-    )  # fmt: skip
+        call.hidden,
+        call.weight,
+        call.request.tensors.bias,
+        loss,
+        found.gradients,
+        main_grad,
+        found.declared,
+        call.request.facts.backend,
+        count,
+        *[getattr(stats, name) for name in names],
+    )
     return loss, stats.updated(dict(zip(names, passed)))
 
 

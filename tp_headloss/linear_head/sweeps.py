@@ -1,14 +1,18 @@
-"""Sweeps over logits that never exist as a whole: hidden states [N, H] and a weight [W, H], one block after the other.
+"""Sweeps over logits that never exist as a whole: hidden states [N, H] and a weight [W, H], one
+block after the other.
 
 Two ways, told apart by where the softmax's denominator comes from:
 
-* `statistics` and `gradient` (recompute): blocks of tokens forward, of which O(N) statistics remain after one exchange;
-  backward the logits are made again, by blocks of the vocabulary (and of tokens, if memory is short). Four GEMMs.
-* `sweep_blocks`: each block of tokens has its exchange, its gradient and its share of dH and dW before the next. Three.
+* `statistics` and `gradient` (recompute): blocks of tokens forward, of which O(N) statistics remain
+  after one exchange; backward the logits are made again, by blocks of the vocabulary (and of
+  tokens, if memory is short). Four GEMMs.
+* `sweep_blocks`: each block of tokens has its exchange, its gradient and its share of dH and dW
+  before the next. Three.
 
 dH and dW are the gradients of the hidden states and of the weight. A block's logits are those of
-torch.nn.functional.linear: of the operands' dtype, and their gradient overwrites them; or they are fp32. With
-epilogues, recompute has no logits: they are accumulators of its GEMMs, and only their gradient is a block.
+torch.nn.functional.linear: of the operands' dtype, and their gradient overwrites them; or they are
+fp32. With epilogues, recompute has no logits: they are accumulators of its GEMMs, and only their
+gradient is a block.
 """
 
 import functools
@@ -16,9 +20,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..engine import one_read_launch, passes
+from ..engine import passes
 from ..engine.backend import load_backend
-from ..engine.one_read import serves_block
 from ..engine.request import Request, accumulation_dtype
 from ..engine.transports import TRANSPORTS
 from ..ranks import comm
@@ -27,7 +30,8 @@ from .facts import LinearFacts
 
 
 def multiply(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, add: bool = False) -> None:
-    """out (+)= a @ b. An fp32 `out` of half-precision operands holds fp32 sums of their exact products."""
+    """out (+)= a @ b. An fp32 `out` of half-precision operands holds fp32 sums of their exact
+    products."""
     if a.shape[1] == 0:
         if not add:
             out.zero_()
@@ -44,11 +48,11 @@ def multiply(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, add: bool = Fa
 
 
 class _Rows:
-    """Rows of a weight that are ids of the true vocabulary, the first `valid` ones, for products over them. Rows of
-    padding may hold anything, and 0 * NaN is NaN, so they take no part.
+    """Rows of a weight that are ids of the true vocabulary, the first `valid` ones, for products
+    over them. Rows of padding may hold anything, and 0 * NaN is NaN, so they take no part.
 
-    On GPUs a GEMM over a number of ids that is no multiple of 8 takes up to six times as long (H100, bf16), so those
-    after the last whole tile have one of their own, with zeros for padding.
+    On GPUs a GEMM over a number of ids that is no multiple of 8 takes up to six times as long
+    (H100, bf16), so those after the last whole tile have one of their own, with zeros for padding.
     """
 
     def __init__(self, weight: torch.Tensor, valid: int):
@@ -61,7 +65,8 @@ class _Rows:
                 self.rest[: valid - len(self.whole)] = weight[len(self.whole) : valid]
 
     def multiply(self, out: torch.Tensor, gradient: torch.Tensor, add: bool = False) -> None:
-        """out (+)= gradient @ weight. The rest comes first, because it may be rounded before the whole is added."""
+        """out (+)= gradient @ weight. The rest comes first, because it may be rounded before the
+        whole is added."""
         n = len(self.whole)
         if self.rest is not None:
             multiply(out, gradient[:, n : n + len(self.rest)], self.rest, add)
@@ -71,23 +76,30 @@ class _Rows:
 
 @functools.lru_cache(maxsize=256)
 def _slices(total: int, size: int) -> tuple[slice, ...]:
-    """Cut [0, total) into slices; at least one, so that empty shards and batches take the same way."""
-    return tuple([slice(i, min(i + size, total)) for i in range(0, total, max(size, 1))]) or (slice(0, 0),)
+    """Cut [0, total) into slices; at least one, so that empty shards and batches take the same
+    way."""
+    return tuple([slice(i, min(i + size, total)) for i in range(0, total, max(size, 1))]) or (
+        slice(0, 0),
+    )
 
 
 def _block(memory: torch.Tensor, tokens: int, columns: int) -> torch.Tensor:
     """A block [tokens, columns] in memory that is written again and again."""
     stride = row_stride(columns)
     rows = memory[: tokens * stride].view(tokens, stride)
-    if not rows.is_cuda:  # on CPUs with AMX a GEMM multiplies what is between the rows by 0, and NaN stays NaN
+    # on CPUs with AMX a GEMM multiplies what is between the rows by 0, and NaN stays NaN
+    if not rows.is_cuda:
         rows[:, columns:] = 0
     return rows[:, :columns]
 
 
 class _Buffers:
-    """The memory of one block of a call's logits, of one of their gradient, and of one of a teacher's logits."""
+    """The memory of one block of a call's logits, of one of their gradient, and of one of a
+    teacher's logits."""
 
-    def __init__(self, hidden, weight, request: Request, tokens: int, columns: int, linear: LinearFacts):
+    def __init__(
+        self, hidden, weight, request: Request, tokens: int, columns: int, linear: LinearFacts
+    ):
         self.hidden, self.weight, self.whole, self.linear = hidden, weight, request, linear
         size, head = tokens * row_stride(columns), request.teacher_head
         self.teacher, self.memory = None, hidden.new_empty(size)
@@ -98,7 +110,8 @@ class _Buffers:
             self.teacher = head.teacher_hidden.new_empty(size, dtype=head.block_dtype)
 
     def request(self, tokens: slice, ids: slice | None = None) -> Request:
-        """The request of a block with its logits, and a teacher's (but for `Facts`' factors). ids: None for all."""
+        """The request of a block with its logits, and a teacher's (but for `Facts`' factors). ids:
+        None for all."""
         rows = slice(None) if ids is None else ids
         hidden, weight, head = self.hidden[tokens], self.weight[rows], self.whole.teacher_head
         logits = _block(self.logits, hidden.shape[0], weight.shape[0])
@@ -116,17 +129,21 @@ class _Buffers:
         return part._replace(tensors=part.tensors._replace(teacher=x))
 
     def gradient(self, tokens: slice, ids: slice, merged, grads: dict) -> torch.Tensor:
-        """The gradient of some logits, in the operands' dtype; merged rows and upstream gradients are of `tokens`."""
+        """The gradient of some logits, in the operands' dtype; merged rows and upstream gradients
+        are of `tokens`."""
         if not self.linear.epilogue:
             return self.gradient_of(self.request(tokens, ids), merged, grads)
         hidden, weight = self.hidden[tokens], self.weight[ids]
         out = _block(self.memory, hidden.shape[0], weight.shape[0])
         part = self.whole.rows(tokens, out).columns(ids)
-        load_backend(part.facts.backend).linear_gradient(out, hidden, weight, part, merged, grads, self.linear.rounded)
+        load_backend(part.facts.backend).linear_gradient(
+            out, hidden, weight, part, merged, grads, self.linear.rounded
+        )
         return out
 
     def gradient_of(self, part: Request, merged, grads: dict) -> torch.Tensor:
-        """The gradient of a block's logits in the operands' dtype: in their place, or beside fp32 ones."""
+        """The gradient of a block's logits in the operands' dtype: in their place, or beside fp32
+        ones."""
         out = part.tensors.logits
         if self.logits is not self.memory:
             out = _block(self.memory, *out.shape)
@@ -134,20 +151,27 @@ class _Buffers:
         return out
 
 
-def statistics(hidden, weight, request: Request, tokens: int, linear: LinearFacts) -> list[torch.Tensor]:
-    """`passes.statistics` of hidden @ weight^T, `tokens` at a time; a request without logits. One exchange, or two,
-    and one per block for statistics that compare logits with the label's."""
+def statistics(
+    hidden, weight, request: Request, tokens: int, linear: LinearFacts
+) -> list[torch.Tensor]:
+    """`passes.statistics` of hidden @ weight^T, `tokens` at a time; a request without logits. One
+    exchange, or two, and one per block for statistics that compare logits with the label's."""
     transport = TRANSPORTS[request.facts.transport].default
     if linear.epilogue:
         budget = linear.budget or DEFAULT_BLOCK
-        return transport.merge(passes.linear_packets(hidden, weight, request, linear.rounded, budget), request)
+        return transport.merge(
+            passes.linear_packets(hidden, weight, request, linear.rounded, budget), request
+        )
     buffers = _Buffers(hidden, weight, request, tokens, weight.shape[0], linear)
     slices, first = _slices(hidden.shape[0], tokens), []
     for here in slices:
         first.append(transport.write(passes.with_label_logits(buffers.request(here))))
     outputs = transport.merge(first[0] if len(first) == 1 else torch.cat(first, -1), request)
     if request.layout.second:
-        second = [passes.second_packets(buffers.request(here), outputs[0][:, here].contiguous()) for here in slices]
+        second = [
+            passes.second_packets(buffers.request(here), outputs[0][:, here].contiguous())
+            for here in slices
+        ]
         passes.second_exchange(torch.cat(second, -1), outputs, request)
     return outputs
 
@@ -177,24 +201,41 @@ class WeightSums:
     def add(self, first: bool, ids: slice, gradient: torch.Tensor, hidden: torch.Tensor):
         """Add a block; gradient: [tokens, ids] of the block's logits."""
         if self.sum is not None:
-            multiply(self.sum[ids], gradient.t(), hidden, add=not first or self.wanted.main_grad is not None)
+            multiply(
+                self.sum[ids],
+                gradient.t(),
+                hidden,
+                add=not first or self.wanted.main_grad is not None,
+            )
         if self.bias is not None:
             self.bias[ids] += gradient.sum(0, dtype=self.bias.dtype)
 
     def gradients(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """dW (None if it went into a main_grad) and the bias's gradient, rounded to the wanted dtypes."""
+        """dW (None if it went into a main_grad) and the bias's gradient, rounded to the wanted
+        dtypes."""
         wanted = self.wanted
-        weight = None if self.sum is None or wanted.main_grad is not None else self.sum.to(wanted.weight)
+        weight = (
+            None if self.sum is None or wanted.main_grad is not None else self.sum.to(wanted.weight)
+        )
         return weight, None if self.bias is None else self.bias.to(wanted.bias)
 
 
 def gradient(
-    hidden, weight, request: Request, merged, grads: dict, blocks: Blocks, wanted: Gradients, linear: LinearFacts
+    hidden,
+    weight,
+    request: Request,
+    merged,
+    grads: dict,
+    blocks: Blocks,
+    wanted: Gradients,
+    linear: LinearFacts,
 ):
-    """Upstream gradients [N] by name -> dH, reduced, and the sums of dW and of the bias's gradient."""
+    """Upstream gradients [N] by name -> dH, reduced, and the sums of dW and of the bias's
+    gradient."""
     n, width, facts = hidden.shape[0], weight.shape[0], request.facts
     share = -(-facts.vocab_size // facts.world_size)
-    columns = width if blocks.columns >= share else blocks.columns  # whole means whole, also for a larger shard
+    # whole means whole, also for a larger shard
+    columns = width if blocks.columns >= share else blocks.columns
     tokens, ids = _slices(n, blocks.tokens), _slices(width, columns)
     buffers = _Buffers(hidden, weight, request, min(blocks.tokens, n), min(columns, width), linear)
     valid_rows = [_Rows(weight[v], facts.valid_width - v.start) for v in ids]
@@ -204,29 +245,51 @@ def gradient(
         hidden_grad = hidden.new_empty(hidden.shape, dtype=wanted.hidden)
     for t in tokens:
         rows = None if hidden_grad is None else hidden_grad[t]
-        if rows is not None and ids[0] is not ids[-1] and (exact := accumulation_dtype(rows.dtype)) != rows.dtype:
+        if (
+            rows is not None
+            and ids[0] is not ids[-1]
+            and (exact := accumulation_dtype(rows.dtype)) != rows.dtype
+        ):
             rows = rows.new_empty(rows.shape, dtype=exact)
-        upstream = merged[:, t].contiguous(), {name: g[t].contiguous() for name, g in grads.items() if g is not None}
+        upstream = (
+            merged[:, t].contiguous(),
+            {name: g[t].contiguous() for name, g in grads.items() if g is not None},
+        )
         for v, known in zip(ids, valid_rows):
             found = buffers.gradient(t, v, *upstream)
-            if hidden_grad is not None and rows is not None:  # before dW, whose GEMM hides the exchange of the last one
+            # before dW, whose GEMM hides the exchange of the last one
+            if hidden_grad is not None and rows is not None:
                 known.multiply(rows, found, add=v is not ids[0])
                 if v is ids[-1] and rows.dtype != hidden_grad.dtype:
                     hidden_grad[t] = rows
                 if v is ids[-1] and t is tokens[-1] and linear.hidden_grad != "none":
-                    end = comm.reduce_hidden(hidden_grad, linear.hidden_grad, facts.world_size, facts.group_name)
+                    end = comm.reduce_hidden(
+                        hidden_grad, linear.hidden_grad, facts.world_size, facts.group_name
+                    )
             sums.add(t is tokens[0], v, found, hidden[t])
     return hidden_grad if end is None else end(), sums
 
 
-def sweep_blocks(hidden, weight, request: Request, tokens: int, objective, wanted: Gradients, linear, in_one=None):
+def sweep_blocks(
+    hidden,
+    weight,
+    request: Request,
+    tokens: int,
+    objective,
+    wanted: Gradients,
+    linear,
+    one_read=None,
+):
     """Statistics, and the gradients of a loss that is a sum over blocks, in one go.
 
-    objective(values [K, n], flags, tokens: slice) -> upstream gradients as in `gradient`, of one block. in_one: the
-    reduction of that loss, for blocks whose statistics and gradient one launch has.
+    objective(values [K, n], flags, tokens: slice) -> upstream gradients as in `gradient`, of one
+    block. one_read: `OneReadBlocks` of that loss, or None.
     -> values [K, N], flags, and what `gradient` returns. An exchange per block, and one for dH.
     """
-    buffers, facts = _Buffers(hidden, weight, request, tokens, weight.shape[0], linear), request.facts
+    buffers, facts = (
+        _Buffers(hidden, weight, request, tokens, weight.shape[0], linear),
+        request.facts,
+    )
     slices, valid_rows = _slices(hidden.shape[0], tokens), _Rows(weight, facts.valid_width)
     sums = WeightSums(weight, wanted, len(slices))
     hidden_grad = end = None
@@ -235,11 +298,11 @@ def sweep_blocks(hidden, weight, request: Request, tokens: int, objective, wante
     parts = []
     for here in slices:
         part = buffers.request(here)
-        if in_one is not None and serves_block(part, in_one):  # which no block of fp32 logits is
+        # which takes no block of fp32 logits
+        in_one = None if one_read is None else one_read.found(part, here)
+        if in_one is not None:
+            values, flags = in_one
             found = part.tensors.logits
-            (_merged, values, *flags), *_ = one_read_launch.statistics_and_gradient(
-                part, in_one.of_rows(here), inplace=True
-            )
         else:
             merged, values, *flags = passes.statistics(part)
             found = buffers.gradient_of(part, merged, objective(values, flags, here))
@@ -247,9 +310,13 @@ def sweep_blocks(hidden, weight, request: Request, tokens: int, objective, wante
         if hidden_grad is not None:
             valid_rows.multiply(hidden_grad[here], found)
             if here is slices[-1] and linear.hidden_grad != "none":
-                end = comm.reduce_hidden(hidden_grad, linear.hidden_grad, facts.world_size, facts.group_name)
+                end = comm.reduce_hidden(
+                    hidden_grad, linear.hidden_grad, facts.world_size, facts.group_name
+                )
         sums.add(here is slices[0], slice(0, weight.shape[0]), found, hidden[here])
     values, *flags = parts[0]
     if len(parts) > 1:
-        values, *flags = [torch.cat(blocks, 1 if i == 0 else 0) for i, blocks in enumerate(zip(*parts))]
+        values, *flags = [
+            torch.cat(blocks, 1 if i == 0 else 0) for i, blocks in enumerate(zip(*parts))
+        ]
     return values, flags, hidden_grad if end is None else end(), sums

@@ -1,4 +1,5 @@
-"""A teacher that is a head: its checks, and what a linear head computes with in place of a teacher's logits."""
+"""A teacher that is a head: its checks, and what a linear head computes with in place of a
+teacher's logits."""
 
 from dataclasses import fields
 
@@ -14,16 +15,24 @@ from ..validation import operand_dtype
 def expect_teacher_head(head: TeacherHead, hidden, logits):
     """Raise TypeError or ValueError unless the head fits the student's.
 
-    hidden: the student's, for the layout of the tokens; logits: a stand-in for the student's [.., width].
+    hidden: the student's, for the layout of the tokens; logits: a stand-in for the student's [..,
+    width].
     """
     sizes = sizes_of("the student's", hidden, hidden.shape[:-1], width=logits.shape[-1])
-    for name, x in (("weight", head.weight), ("hidden", head.hidden), ("bias", head.whole_transform.bias)):
+    for name, x in (
+        ("weight", head.weight),
+        ("hidden", head.hidden),
+        ("bias", head.whole_transform.bias),
+    ):
         lines_within(TeacherHead)[name].check(f"teacher.{name}", x, sizes)
-    expect_as_student("teacher.weight", operand_dtype(head.hidden, head.weight, "teacher: "), logits.dtype)
+    expect_as_student(
+        "teacher.weight", operand_dtype(head.hidden, head.weight, "teacher: "), logits.dtype
+    )
 
 
 def stand_in(teacher, logits):
-    """A `Teacher` for a call's checks and facts, whose logits, an expanded scalar, are made later; others as they are.
+    """A `Teacher` for a call's checks and facts, whose logits, an expanded scalar, are made later;
+    others as they are.
 
     A block's logits lack the last factor, a softcap or else a scale, so the temperature has it.
     """
@@ -36,7 +45,8 @@ def stand_in(teacher, logits):
 
 
 def teacher_operands(head: TeacherHead, order: TokenOrder, scattered: bool) -> TeacherOperands:
-    """The head's tensors by rows, detached. scattered: each rank has its own part of the hidden states."""
+    """The head's tensors by rows, detached. scattered: each rank has its own part of the hidden
+    states."""
     hidden, transform = head.hidden.detach(), head.whole_transform
     return TeacherOperands(
         hidden.reshape(-1, hidden.shape[-1]) if scattered else order.flatten(hidden),
@@ -58,7 +68,11 @@ def without_logits(teacher):
 
 def map_teacher_tensors(teacher, function):
     """Return the teacher with each tensor of tokens replaced by function(tensor)."""
-    tensors = {f.name: x for f in fields(teacher) if isinstance(x := getattr(teacher, f.name), torch.Tensor)}
+    tensors = {
+        f.name: x
+        for f in fields(teacher)
+        if isinstance(x := getattr(teacher, f.name), torch.Tensor)
+    }
     if isinstance(teacher, TeacherHead):
         tensors = {name: x for name, x in tensors.items() if name not in ("weight", "bias")}
     return with_fields(teacher, **{name: function(x) for name, x in tensors.items()})

@@ -1,4 +1,5 @@
-"""Tokens that are dropped before the GEMMs because their labels are ignored (`Linear.max_valid_tokens`)."""
+"""Tokens that are dropped before the GEMMs because their labels are ignored
+(`Linear.max_valid_tokens`)."""
 
 import torch
 
@@ -7,25 +8,37 @@ from ..statistics import IGNORED
 from ..validation import refuse_tokens
 
 # Outputs of ignored tokens and of valid ones that were not picked; all others are 0 and NaN.
-NOT_PICKED = {"owners": (IGNORED, 1.0), "valid": (False, True), "hits": (False, False), "argmax": (-1, -1)}
+NOT_PICKED = {
+    "owners": (IGNORED, 1.0),
+    "valid": (False, True),
+    "hits": (False, False),
+    "argmax": (-1, -1),
+}
 
 
 def check_range(labels: torch.Tensor, ignore_index: int, vocab_size: int):
-    """Raise ValueError, with the first of them, if there are labels that are neither ignored nor ids."""
+    """Raise ValueError, with the first of them, if there are labels that are neither ignored nor
+    ids."""
     refuse_tokens(
         (labels != ignore_index) & ((labels < 0) | (labels >= vocab_size)),
         lambda token: (
-            f"label of token {token} (flat index) must be the ignore_index or in [0, {vocab_size}), got "
-            f"{int(labels.flatten()[token])}"
+            f"label of token {token} (flat index) must be the ignore_index or in [0, "
+            f"{vocab_size}), got {int(labels.flatten()[token])}"
         ),
     )
 
 
 class ValidTokens(TokenOrder):
-    """The rows of the tokens that are not ignored, at most `count` of them, in their order; then of ignored ones."""
+    """The rows of the tokens that are not ignored, at most `count` of them, in their order; then of
+    ignored ones."""
 
     def __init__(self, order: TokenOrder, labels: torch.Tensor, ignore_index: int, count: int):
-        self.permutation, self.shape, self.rows, self.is_plain = order.permutation, order.shape, order.rows, False
+        self.permutation, self.shape, self.rows, self.is_plain = (
+            order.permutation,
+            order.shape,
+            order.rows,
+            False,
+        )
         self.valid = labels != ignore_index
         self.picked = torch.sort((~self.valid).to(torch.uint8), stable=True).indices[:count]
         self.missing = self.valid.sum() > count  # tokens that should have been picked
@@ -35,8 +48,12 @@ class ValidTokens(TokenOrder):
         return super().flatten(x).index_select(0, self.picked)
 
     def restored(self, outputs, names: tuple[str, ...]) -> list[torch.Tensor]:
-        """Spread statistics [n, *] over all tokens [.., *]: 0 at ignored ones, NaN at valid ones not picked."""
-        spread = [self._spread_one(x, *NOT_PICKED.get(name, (0.0, torch.nan))) for x, name in zip(outputs, names)]
+        """Spread statistics [n, *] over all tokens [.., *]: 0 at ignored ones, NaN at valid ones
+        not picked."""
+        spread = [
+            self._spread_one(x, *NOT_PICKED.get(name, (0.0, torch.nan)))
+            for x, name in zip(outputs, names)
+        ]
         return super().restored(spread, names)
 
     def _spread_one(self, x: torch.Tensor, ignored, missing) -> torch.Tensor:
@@ -47,16 +64,23 @@ class ValidTokens(TokenOrder):
 
 
 def picked_rows(hidden, request: Request, count: int, check: bool) -> tuple[torch.Tensor, Request]:
-    """Hidden states [N, H] and a request of all tokens -> those of the valid tokens, at most `count`."""
+    """Hidden states [N, H] and a request of all tokens -> those of the valid tokens, at most
+    `count`."""
     tensors, facts, head = request.tensors, request.facts, request.teacher_head
     if tensors.labels is None:
         raise ValueError("max_valid_tokens drops tokens by their labels, got none")
     if tensors.teacher is not None:
-        raise ValueError("max_valid_tokens would copy the teacher's logits, got a Teacher: drop the tokens before")
+        raise ValueError(
+            "max_valid_tokens would copy the teacher's logits, got a Teacher: drop the tokens "
+            "before"
+        )
     if check:
         check_range(tensors.labels, facts.ignore_index, facts.vocab_size)
         if (valid := int((tensors.labels != facts.ignore_index).sum())) > count:
-            raise ValueError(f"max_valid_tokens must be at least the number of valid tokens, {valid}, got {count}")
+            raise ValueError(
+                f"max_valid_tokens must be at least the number of valid tokens, {valid}, got "
+                f"{count}"
+            )
     order = ValidTokens(request.order, tensors.labels, facts.ignore_index, count)
     if head.teacher_hidden is not None:
         head = head._replace(teacher_hidden=head.teacher_hidden.index_select(0, order.picked))

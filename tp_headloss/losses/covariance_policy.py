@@ -1,4 +1,5 @@
-"""Objectives that treat a few tokens of high covariance of advantage and log-prob apart; words as in `policy`."""
+"""Objectives that treat a few tokens of high covariance of advantage and log-prob apart; words as
+in `policy`."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ def _covariance(log_prob, advantages, mask):
 
 
 def _largest(keys, count):
-    """bool [..], True at the `count` largest keys, of equal keys at the first; count is a tensor, so nothing waits."""
+    """bool [..], True at the `count` largest keys, of equal keys at the first; count is a tensor,
+    so nothing waits."""
     order = keys.flatten().sort(descending=True, stable=True).indices
     return (order.argsort() < count).view_as(keys)  # the inverse permutation: each key's rank
 
@@ -41,8 +43,8 @@ def clip_cov(
 ) -> TokenLoss:
     """Return the clipped objective, but 0 at a few random tokens with a high covariance of A and l.
 
-    Candidates are the tokens that the clip does not affect and whose covariance is strictly within ``bounds``. The
-    max(1, fraction * tokens) candidates with the largest noise lose their loss.
+    Candidates are the tokens that the clip does not affect and whose covariance is strictly within
+    ``bounds``. The max(1, fraction * tokens) candidates with the largest noise lose their loss.
 
     Args:
         noise: uniform in [0, 1), equal on every rank that shares the vocabulary.
@@ -57,7 +59,9 @@ def clip_cov(
     Source: Clip-Cov (arXiv:2505.22617).
     """
     ratio = log_ratio(log_prob, old_log_prob).exp()
-    clipped_away = (advantages < 0) & (ratio < 1 - clip[0]) | (advantages > 0) & (ratio > 1 + clip[1])
+    clipped_away = (advantages < 0) & (ratio < 1 - clip[0]) | (advantages > 0) & (
+        ratio > 1 + clip[1]
+    )
     covariance = _covariance(log_prob, advantages, mask)
     candidates = mask & ~clipped_away & (covariance > bounds[0]) & (covariance < bounds[1])
     count = (fraction * mask.sum()).floor().clamp(min=1)

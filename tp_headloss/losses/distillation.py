@@ -1,6 +1,8 @@
-"""Distillation from a teacher, whole or with K entries per token: statistics -> per-token divergence [..] fp32.
+"""Distillation from a teacher, whole or with K entries per token: statistics -> per-token
+divergence [..] fp32.
 
-Words: p the student's probabilities, q the teacher's; tau the K entries of a top-K teacher, its tail all other ids.
+Words: p the student's probabilities, q the teacher's; tau the K entries of a top-K teacher, its
+tail all other ids.
 """
 
 from __future__ import annotations
@@ -11,7 +13,17 @@ from typing import Annotated, TypeAlias
 import torch
 import torch.nn.functional as F
 
-from ..spec import ConstantPerToken, Finite, OneOf, OpenShare, PositiveFp32, Share, TokenLoss, TokenValues, checked
+from ..spec import (
+    ConstantPerToken,
+    Finite,
+    OneOf,
+    OpenShare,
+    PositiveFp32,
+    Share,
+    TokenLoss,
+    TokenValues,
+    checked,
+)
 from ..statistics import VocabStatistics
 
 SUPPORTS = ("topk", "vocabulary", "tail")
@@ -29,7 +41,9 @@ def soft_cross_entropy(stats: VocabStatistics) -> TokenLoss:
     Examples:
         >>> teacher = torch.tensor([[0.0, 1.0, 2.0]])
         >>> want = "forward_kl", "teacher_entropy"
-        >>> stats = vocab_statistics(torch.tensor([[2.0, 1.0, 0.0]]), want=want, teacher=Teacher(teacher))
+        >>> stats = vocab_statistics(
+        ...     torch.tensor([[2.0, 1.0, 0.0]]), want=want, teacher=Teacher(teacher)
+        ... )
         >>> losses.soft_cross_entropy(stats)
         tensor([1.9828])
     """
@@ -37,8 +51,11 @@ def soft_cross_entropy(stats: VocabStatistics) -> TokenLoss:
 
 
 @checked
-def times_temperature_squared(values: TokenValues, temperature: PositiveFp32 | ConstantPerToken) -> TokenValues:
-    """Return T^2 times the values, T the student's temperature: gradients of soft targets shrink with 1 / T^2.
+def times_temperature_squared(
+    values: TokenValues, temperature: PositiveFp32 | ConstantPerToken
+) -> TokenValues:
+    """Return T^2 times the values, T the student's temperature: gradients of soft targets shrink
+    with 1 / T^2.
 
     Examples:
         >>> losses.times_temperature_squared(torch.tensor([0.5, 1.0]), 2.0)
@@ -51,7 +68,8 @@ def times_temperature_squared(values: TokenValues, temperature: PositiveFp32 | C
 
 def _times_mass(mass, value):
     """mass * value, and 0 where the mass is 0, whatever the value."""
-    return mass * torch.where(mass == 0, mass.detach(), value)  # a number would be a kernel of its own
+    # a number would be a kernel of its own
+    return mass * torch.where(mass == 0, mass.detach(), value)
 
 
 def _zero_without_entries(stats, value):
@@ -60,17 +78,25 @@ def _zero_without_entries(stats, value):
 
 
 @checked
-def log_tail(stats: VocabStatistics, tail_log_prob: Tail = None, min_probability: Share = 0.0) -> TokenValues:
+def log_tail(
+    stats: VocabStatistics, tail_log_prob: Tail = None, min_probability: Share = 0.0
+) -> TokenValues:
     """Return the log of a top-K teacher's probability outside of its entries, in nats.
 
     Args:
         stats: `VocabStatistics` of a `TopKTeacher`.
-        tail_log_prob: the log, if it is known; None: the log of 1 - the sum of the entries' probabilities.
-        min_probability: replaces a computed tail of at most 1e-6, rounding error; positive, a reverse KL stays finite.
+        tail_log_prob: the log, if it is known; None: the log of 1 - the sum of the entries'
+            probabilities.
+        min_probability: replaces a computed tail of at most 1e-6, rounding error; positive, a
+            reverse KL stays finite.
 
     Examples:
-        >>> entries = TopKTeacher(torch.tensor([[2, 1]]), torch.tensor([[-0.4, -1.4]]), renormalize=False)
-        >>> stats = vocab_statistics(torch.tensor([[2.0, 1.0, 0.0]]), want=("topk_jsd",), teacher=entries)
+        >>> entries = TopKTeacher(
+        ...     torch.tensor([[2, 1]]), torch.tensor([[-0.4, -1.4]]), renormalize=False
+        ... )
+        >>> stats = vocab_statistics(
+        ...     torch.tensor([[2.0, 1.0, 0.0]]), want=("topk_jsd",), teacher=entries
+        ... )
         >>> losses.log_tail(stats)
         tensor([-2.4879])
     """
@@ -82,20 +108,27 @@ def log_tail(stats: VocabStatistics, tail_log_prob: Tail = None, min_probability
 def _expect_tail(support: Support, log_tail: Tail):
     """Raise ValueError unless the support has a teacher's tail if it needs one."""
     if support == "tail" and log_tail is None:
-        raise ValueError("support='tail' needs log_tail, the teacher's, see losses.log_tail, got None")
+        raise ValueError(
+            "support='tail' needs log_tail, the teacher's, see losses.log_tail, got None"
+        )
 
 
 @checked
 def topk_forward_kl(stats: VocabStatistics, support: Support, log_tail: Tail = None) -> TokenLoss:
-    """Return sum tau (log tau - log p) over a top-K teacher's entries, plus the tail's summand if support="tail".
+    """Return sum tau (log tau - log p) over a top-K teacher's entries, plus the tail's summand if
+    support="tail".
 
     Args:
-        stats: with "topk_forward_kl" for support="topk", else "vocab_forward_kl"; for "tail" also "tail_log_mass".
-        support: the student is normalised over "topk" the entries, "vocabulary" all ids, "tail" entries and the rest.
+        stats: with "topk_forward_kl" for support="topk", else "vocab_forward_kl"; for "tail" also
+            "tail_log_mass".
+        support: the student is normalised over "topk" the entries, "vocabulary" all ids, "tail"
+            entries and the rest.
         log_tail: `log_tail` of the teacher, for support="tail".
 
     Examples:
-        >>> entries = TopKTeacher(torch.tensor([[2, 1]]), torch.tensor([[-0.4, -1.4]]), renormalize=False)
+        >>> entries = TopKTeacher(
+        ...     torch.tensor([[2, 1]]), torch.tensor([[-0.4, -1.4]]), renormalize=False
+        ... )
         >>> want = "vocab_forward_kl", "tail_log_mass"
         >>> stats = vocab_statistics(torch.tensor([[2.0, 1.0, 0.0]]), want=want, teacher=entries)
         >>> losses.topk_forward_kl(stats, "tail", losses.log_tail(stats))
@@ -111,19 +144,25 @@ def topk_forward_kl(stats: VocabStatistics, support: Support, log_tail: Tail = N
 
 @checked
 def topk_reverse_kl(
-    stats: VocabStatistics, support: Support, log_tail: Tail = None, outside_log_prob: Finite = -100.0
+    stats: VocabStatistics,
+    support: Support,
+    log_tail: Tail = None,
+    outside_log_prob: Finite = -100.0,
 ) -> TokenLoss:
     """Return sum p (log p - log tau), normalised as in `topk_forward_kl`.
 
     Args:
-        stats: `VocabStatistics` with "topk_reverse_kl"; for support="tail" also "topk_log_mass" and "tail_log_mass",
-            for "vocabulary" also these two and "tail_entropy".
+        stats: `VocabStatistics` with "topk_reverse_kl"; for support="tail" also "topk_log_mass" and
+            "tail_log_mass", for "vocabulary" also these two and "tail_entropy".
         support, log_tail: as in `topk_forward_kl`.
-        outside_log_prob: for support="vocabulary", the teacher's log-prob of each id that is no entry; the log of 0
-            would make the divergence infinite (NeMo-RL's zero_outside_topk takes -100).
+        outside_log_prob: for support="vocabulary", the teacher's log-prob of each id that is no
+            entry; the log of 0 would make the divergence infinite (NeMo-RL's zero_outside_topk
+            takes -100).
 
     Examples:
-        >>> entries = TopKTeacher(torch.tensor([[2, 1]]), torch.tensor([[-0.4, -1.4]]), renormalize=False)
+        >>> entries = TopKTeacher(
+        ...     torch.tensor([[2, 1]]), torch.tensor([[-0.4, -1.4]]), renormalize=False
+        ... )
         >>> want = "topk_forward_kl", "topk_reverse_kl", "topk_jsd", "topk_log_mass", "tail_log_mass"
         >>> stats = vocab_statistics(torch.tensor([[2.0, 1.0, 0.0]]), want=want, teacher=entries)
         >>> losses.topk_reverse_kl(stats, "tail", losses.log_tail(stats))
@@ -141,17 +180,24 @@ def topk_reverse_kl(
 
 
 @checked
-def topk_jsd(stats: VocabStatistics, support: Support, log_tail: Tail = None, beta: OpenShare = 0.5) -> TokenLoss:
+def topk_jsd(
+    stats: VocabStatistics, support: Support, log_tail: Tail = None, beta: OpenShare = 0.5
+) -> TokenLoss:
     """Return beta KL(tau || m) + (1 - beta) KL(p || m) with m = beta tau + (1 - beta) p.
 
     Args:
-        stats: with "topk_jsd" ("topk"), or "vocab_jsd" and "topk_log_mass" ("vocabulary") or "tail_log_mass" ("tail").
+        stats: with "topk_jsd" ("topk"), or "vocab_jsd" and "topk_log_mass" ("vocabulary") or
+            "tail_log_mass" ("tail").
         support: as in `topk_forward_kl`.
         log_tail: as in `topk_forward_kl`; "vocabulary" takes a tail of probability 0.
 
     Examples:
-        >>> entries = TopKTeacher(torch.tensor([[2, 1]]), torch.tensor([[-0.4, -1.4]]), renormalize=False)
-        >>> stats = vocab_statistics(torch.tensor([[2.0, 1.0, 0.0]]), want=("topk_jsd",), teacher=entries)
+        >>> entries = TopKTeacher(
+        ...     torch.tensor([[2, 1]]), torch.tensor([[-0.4, -1.4]]), renormalize=False
+        ... )
+        >>> stats = vocab_statistics(
+        ...     torch.tensor([[2.0, 1.0, 0.0]]), want=("topk_jsd",), teacher=entries
+        ... )
         >>> losses.topk_jsd(stats, "topk")
         tensor([0.1070])
 
@@ -162,10 +208,13 @@ def topk_jsd(stats: VocabStatistics, support: Support, log_tail: Tail = None, be
         return stats.topk_jsd
     if log_tail is None or support == "vocabulary":
         return _zero_without_entries(
-            stats, stats.vocab_jsd + (1 - beta) * math.log(1 - beta) * torch.expm1(stats.topk_log_mass)
+            stats,
+            stats.vocab_jsd + (1 - beta) * math.log(1 - beta) * torch.expm1(stats.topk_log_mass),
         )
     q, p = log_tail.exp(), stats.tail_log_mass.exp()
     m = beta * q + (1 - beta) * p
     log_m = torch.where(m == 0, 1.0, m).log()
-    parts = beta * _times_mass(q, log_tail - log_m) + (1 - beta) * _times_mass(p, stats.tail_log_mass - log_m)
+    parts = beta * _times_mass(q, log_tail - log_m) + (1 - beta) * _times_mass(
+        p, stats.tail_log_mass - log_m
+    )
     return stats.vocab_jsd + parts

@@ -1,6 +1,7 @@
 """Metrics of reinforcement learning: log-probs -> per-token values [..] by name, without gradients.
 
-Values whose name begins with "max_" or "min_" are to be reduced by an extremum over valid tokens, all others by a sum.
+Values whose name begins with "max_" or "min_" are to be reduced by an extremum over valid tokens,
+all others by a sum.
 """
 
 from __future__ import annotations
@@ -14,7 +15,15 @@ from ..arguments.sequences import Sequences
 from ..spec import Bounds, Positive, checked
 from .kl import k3, kl_estimate
 from .policy import CLIP, ratio_bounds
-from .ratio import Advantages, Clip, GeneratorLogProb, LogProb, OldLogProb, ReferenceLogProb, log_ratio
+from .ratio import (
+    Advantages,
+    Clip,
+    GeneratorLogProb,
+    LogProb,
+    OldLogProb,
+    ReferenceLogProb,
+    log_ratio,
+)
 from .sequence_policy import sequence_log_ratio
 
 TokenMetrics: TypeAlias = Annotated[
@@ -35,14 +44,19 @@ def policy_metrics(
     clip: Clip = CLIP,
     dual_clip: Positive | None = None,
 ) -> TokenMetrics:
-    """Return metrics [..] of the importance ratio r = exp(log_prob - old_log_prob), clamped as in the objectives:
+    """Return metrics [..] of the importance ratio r = exp(log_prob - old_log_prob), clamped as in
+    the objectives:
 
-    * "new_log_prob", "old_log_prob", "advantage" with "max_advantage", "min_advantage", "num_tokens" (ones);
-    * "ratio", "ratio_squared", "ratio_clamped" (into 1 - low, 1 + high), and "max_", "min_" of ratio, ratio_clamped;
+    * "new_log_prob", "old_log_prob", "advantage" with "max_advantage", "min_advantage",
+      "num_tokens" (ones);
+    * "ratio", "ratio_squared", "ratio_clamped" (into 1 - low, 1 + high), and "max_", "min_" of
+      ratio, ratio_clamped;
     * "kl_old": r - log r - 1, "approx_kl": -log r, two estimates of KL(old || new);
-    * "clip_fraction": r is outside of the clip; "pg_clip_fraction": r is outside on the side of the sign of the
-      advantage A, where the gradient is zero; with dual_clip, "pg_clip_fraction_lower": A < 0 and r > dual_clip;
-    * with reference_log_prob, "kl_reference": k3 of `kl_estimate` without output clamp, which one token may dominate.
+    * "clip_fraction": r is outside of the clip; "pg_clip_fraction": r is outside on the side of the
+      sign of the advantage A, where the gradient is zero; with dual_clip, "pg_clip_fraction_lower":
+      A < 0 and r > dual_clip;
+    * with reference_log_prob, "kl_reference": k3 of `kl_estimate` without output clamp, which one
+      token may dominate.
 
     Args:
         sequences: makes r the ratio of the token's sequence (GSPO), equal for its tokens.
@@ -83,25 +97,36 @@ def policy_metrics(
     if dual_clip is not None:
         out["pg_clip_fraction_lower"] = (ratio > dual_clip) & (advantages < 0)
     if reference_log_prob is not None:
-        out["kl_reference"] = kl_estimate(log_prob, reference_log_prob=reference_log_prob, output_clamp=None)
+        out["kl_reference"] = kl_estimate(
+            log_prob, reference_log_prob=reference_log_prob, output_clamp=None
+        )
     return out
 
 
 @checked
 @torch.no_grad()
 def generator_metrics(
-    log_prob: LogProb, *, old_log_prob: OldLogProb, generator_log_prob: GeneratorLogProb, bounds: Bounds = (0.5, 2.0)
+    log_prob: LogProb,
+    *,
+    old_log_prob: OldLogProb,
+    generator_log_prob: GeneratorLogProb,
+    bounds: Bounds = (0.5, 2.0),
 ) -> TokenMetrics:
-    """Return metrics [..] of the distance between the trainer and the generator, the program that sampled the tokens.
+    """Return metrics [..] of the distance between the trainer and the generator, the program that
+    sampled the tokens.
 
-    With d = old_log_prob - generator_log_prob, exponentials clamped as in the objectives, under NeMo-RL's names, per
-    token and before any truncation (NeMo-RL averages "sampling_importance_ratio" after it):
+    With d = old_log_prob - generator_log_prob, exponentials clamped as in the objectives, under
+    NeMo-RL's names, per token and before any truncation (NeMo-RL averages
+    "sampling_importance_ratio" after it):
 
-    * "token_mult_prob_error": exp |d|; "sampling_importance_ratio": exp d; "is_oob_ratio": exp d is outside ``bounds``;
-    * "gen_kl_error", "policy_kl_error": k3 of KL(generator || trainer) and of KL(trainer || generator) at these
-      tokens; "js_divergence_error": mean of k3 of KL(mixture || each of the two);
+    * "token_mult_prob_error": exp |d|; "sampling_importance_ratio": exp d; "is_oob_ratio": exp d is
+      outside ``bounds``;
+    * "gen_kl_error", "policy_kl_error": k3 of KL(generator || trainer) and of KL(trainer ||
+      generator) at these tokens; "js_divergence_error": mean of k3 of KL(mixture || each of the
+      two);
     * "approx_entropy": -exp(log_prob - generator_log_prob) log_prob;
-    * "logprob_diff": |log_prob - generator_log_prob|, with "max_logprob_diff"; "tokens_different": they differ at all.
+    * "logprob_diff": |log_prob - generator_log_prob|, with "max_logprob_diff"; "tokens_different":
+      they differ at all.
 
     Args:
         old_log_prob: the trainer's at sampling time.
@@ -121,7 +146,10 @@ def generator_metrics(
         "is_oob_ratio": (weight < bounds[0]) | (weight > bounds[1]),
         "gen_kl_error": torch.expm1(d) - d,
         "policy_kl_error": k3(d),
-        "js_divergence_error": (k3(log_ratio(mixture, old_log_prob)) + k3(log_ratio(mixture, generator_log_prob))) / 2,
+        "js_divergence_error": (
+            k3(log_ratio(mixture, old_log_prob)) + k3(log_ratio(mixture, generator_log_prob))
+        )
+        / 2,
         "approx_entropy": -log_ratio(log_prob, generator_log_prob).exp() * log_prob,
         "logprob_diff": difference,
         "max_logprob_diff": difference,

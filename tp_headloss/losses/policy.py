@@ -1,9 +1,11 @@
-"""Policy-gradient objectives of single tokens: log-probs and advantages -> per-token loss [..] fp32.
+"""Policy-gradient objectives of single tokens: log-probs and advantages -> per-token loss [..]
+fp32.
 
-Words: l = log_prob [..] of the policy being trained; A = advantages [..], constants, of sizes that are its or 1;
-r = exp(l - old_log_prob), the importance ratio, whose logarithm is clamped to +-20 with zero gradient beyond.
-``clip`` = (low, high) bounds the ratio to [1 - low, 1 + high]; unequal bounds are DAPO's (arXiv:2503.14476). A ratio on
-the bound still passes its gradient. Nothing is masked or averaged.
+Words: l = log_prob [..] of the policy being trained; A = advantages [..], constants, of sizes that
+are its or 1; r = exp(l - old_log_prob), the importance ratio, whose logarithm is clamped to +-20
+with zero gradient beyond. ``clip`` = (low, high) bounds the ratio to [1 - low, 1 + high]; unequal
+bounds are DAPO's (arXiv:2503.14476). A ratio on the bound still passes its gradient. Nothing is
+masked or averaged.
 """
 
 from __future__ import annotations
@@ -14,7 +16,16 @@ from typing import Annotated
 import torch
 
 from ..spec import ConstantPerToken, OneOf, Positive, PositivePair, TokenLoss, checked
-from .ratio import LOG_RATIO_CLAMP, Advantages, Clip, LogProb, OldLogProb, bounded, log_ratio, scaled
+from .ratio import (
+    LOG_RATIO_CLAMP,
+    Advantages,
+    Clip,
+    LogProb,
+    OldLogProb,
+    bounded,
+    log_ratio,
+    scaled,
+)
 
 CLIP = (0.2, 0.2)
 
@@ -35,16 +46,22 @@ def reinforce(log_prob: LogProb, *, advantages: Advantages) -> TokenLoss:
 
 
 def expect_distances(clip, most: float = math.inf, logs: bool = False):
-    """Raise ValueError for a clip (low, high) below 0, with low above `most`, or of bounds of a ratio in the place of
-    its distances from 1 (with `logs` those of its logarithm from 0)."""
+    """Raise ValueError for a clip (low, high) below 0, with low above `most`, or of bounds of a
+    ratio in the place of its distances from 1 (with `logs` those of its logarithm from 0)."""
     low, high = clip
     if not (0 <= low <= most and high >= 0):
-        raise ValueError(f"clip must be (low, high) with 0 <= low <= {most} and high >= 0, got {clip}")
-    if 0.5 <= low < 1 < high:
-        of, low, high = ("log r from 0", -math.log(low), math.log(high)) if logs else ("r from 1", 1 - low, high - 1)
         raise ValueError(
-            f"clip must be (low, high), distances of {of}, got {clip}, which look like bounds of the ratio r: "
-            f"clip=({low:.4g}, {high:.4g})"
+            f"clip must be (low, high) with 0 <= low <= {most} and high >= 0, got {clip}"
+        )
+    if 0.5 <= low < 1 < high:
+        of, low, high = (
+            ("log r from 0", -math.log(low), math.log(high))
+            if logs
+            else ("r from 1", 1 - low, high - 1)
+        )
+        raise ValueError(
+            f"clip must be (low, high), distances of {of}, got {clip}, which look like bounds of "
+            f"the ratio r: clip=({low:.4g}, {high:.4g})"
         )
 
 
@@ -53,7 +70,9 @@ def ratio_bounds(clip, dual_clip) -> tuple[float, float]:
     expect_distances(clip, most=1)
     low, high = 1 - clip[0], 1 + clip[1]
     if dual_clip is not None and not dual_clip >= high:
-        raise ValueError(f"dual_clip must be at least 1 + {clip[1]}, where the clip ends, got {dual_clip}")
+        raise ValueError(
+            f"dual_clip must be at least 1 + {clip[1]}, where the clip ends, got {dual_clip}"
+        )
     return low, high
 
 
@@ -63,7 +82,9 @@ def clipped_objective(ratio, advantages, clip, dual_clip):
     # min(r A, clip(r) A) bounds r from above where A >= 0, from below elsewhere
     positive = advantages >= 0
     lowest = torch.full_like(ratio, low).masked_fill_(positive, -math.inf)
-    highest = torch.full_like(ratio, math.inf if dual_clip is None else dual_clip).masked_fill_(positive, high)
+    highest = torch.full_like(ratio, math.inf if dual_clip is None else dual_clip).masked_fill_(
+        positive, high
+    )
     return -advantages * bounded(ratio, lowest, highest)
 
 
@@ -80,8 +101,9 @@ def ppo_clip(
     """Return -min(r A, clip(r) A), the clipped objective of PPO, GRPO and DAPO.
 
     Args:
-        dual_clip: c >= 1 + high bounds the loss to -c A where A < 0 (arXiv:1912.09729; verl's default is 3). This is
-            the two-sided clip -min(min(r, delta) A, clip(r) A) of INTELLECT-2 (arXiv:2505.07291) with delta = c.
+        dual_clip: c >= 1 + high bounds the loss to -c A where A < 0 (arXiv:1912.09729; verl's
+            default is 3). This is the two-sided clip -min(min(r, delta) A, clip(r) A) of
+            INTELLECT-2 (arXiv:2505.07291) with delta = c.
         log_ratio_clamp: bound of abs(log r); None: no bound.
 
     Examples:
@@ -92,7 +114,9 @@ def ppo_clip(
 
     Source: PPO (arXiv:1707.06347, equation 7), GRPO (arXiv:2402.03300), DAPO (arXiv:2503.14476).
     """
-    return clipped_objective(log_ratio(log_prob, old_log_prob, log_ratio_clamp).exp(), advantages, clip, dual_clip)
+    return clipped_objective(
+        log_ratio(log_prob, old_log_prob, log_ratio_clamp).exp(), advantages, clip, dual_clip
+    )
 
 
 @checked
@@ -107,8 +131,9 @@ def cispo(
     """Return -stop_gradient(clip(r)) A l. No token loses its gradient.
 
     Args:
-        convention: meaning of ``clip``. "offset" (verl, NeMo-RL): r in [1 - low, 1 + high]. "bound" (Liger, TRL): r
-            at most ``high`` itself, such as 5.0 and at least 1, and ``low`` is not used.
+        convention: meaning of ``clip``. "offset" (verl, NeMo-RL): r in [1 - low, 1 + high]. "bound"
+            (Liger, TRL): r at most ``high`` itself, such as 5.0 and at least 1, and ``low`` is not
+            used.
 
     Examples:
         >>> l, old = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.0, -2.5, -2.5])
@@ -121,15 +146,25 @@ def cispo(
     if convention == "offset":
         expect_distances(clip)
     elif not clip[1] >= 1:
-        raise ValueError(f"clip must be (low, high) with high at least 1 for convention='bound', got {clip}")
+        raise ValueError(
+            f"clip must be (low, high) with high at least 1 for convention='bound', got {clip}"
+        )
     ratio = log_ratio(log_prob.detach(), old_log_prob).exp()
-    ratio = ratio.clamp(1 - clip[0], 1 + clip[1]) if convention == "offset" else ratio.clamp(max=clip[1])
+    ratio = (
+        ratio.clamp(1 - clip[0], 1 + clip[1])
+        if convention == "offset"
+        else ratio.clamp(max=clip[1])
+    )
     return -scaled(ratio * advantages, log_prob)
 
 
 @checked
 def sapo(
-    log_prob: LogProb, *, advantages: Advantages, old_log_prob: OldLogProb, temperatures: PositivePair = (1.0, 1.05)
+    log_prob: LogProb,
+    *,
+    advantages: Advantages,
+    old_log_prob: OldLogProb,
+    temperatures: PositivePair = (1.0, 1.05),
 ) -> TokenLoss:
     """Return -A sigmoid(tau (r - 1)) 4 / tau, a soft gate instead of the clip.
 
@@ -164,4 +199,6 @@ def positive_nll(log_prob: LogProb, *, rewards: ConstantPerToken) -> TokenLoss:
 
     Source: VAPO (arXiv:2504.05118).
     """
-    return -scaled(torch.where(rewards.isnan(), torch.nan, (rewards > 0).to(log_prob.dtype)), log_prob)
+    return -scaled(
+        torch.where(rewards.isnan(), torch.nan, (rewards > 0).to(log_prob.dtype)), log_prob
+    )

@@ -1,11 +1,14 @@
-"""Preference objectives: log-probs of whole completions -> loss per pair (or per completion) [pairs].
+"""Preference objectives: log-probs of whole completions -> loss per pair (or per completion)
+[pairs].
 
-The log-prob of a completion is the sum over its tokens (`tp_headloss.Sequences.sum` of ``stats.log_prob``), or the mean
-where a docstring says so. ``chosen`` and ``rejected`` are the policy's log-probs and get gradients; ``reference_*`` are
-another model's. Sum losses as you like: the one backward kernel of the statistics takes the gradients of all of them.
+The log-prob of a completion is the sum over its tokens (`tp_headloss.Sequences.sum` of
+``stats.log_prob``), or the mean where a docstring says so. ``chosen`` and ``rejected`` are the
+policy's log-probs and get gradients; ``reference_*`` are another model's. Sum losses as you like:
+the one backward kernel of the statistics takes the gradients of all of them.
 
-A completion without tokens has the log-prob 0, as sum and as mean: it counts as one of probability 1.
-Leave its pair out of the mean, ``loss[(first.lengths > 0) & (second.lengths > 0)]`` with the `Sequences` of
+A completion without tokens has the log-prob 0, as sum and as mean: it counts as one of probability
+1. Leave its pair out of the mean, ``loss[(first.lengths > 0) & (second.lengths > 0)]`` with the
+   `Sequences` of
 the chosen and of the rejected completions.
 """
 
@@ -21,15 +24,23 @@ from ..spec import Finite, NotNegativeFp32, PositiveFp32, Share, TensorLine, che
 from .ratio import bounded
 
 Pairs: TypeAlias = Annotated[
-    torch.Tensor, TensorLine("floating point", ("pairs",)), "Summed log-probs of the policy being trained, nats"
+    torch.Tensor,
+    TensorLine("floating point", ("pairs",)),
+    "Summed log-probs of the policy being trained, nats",
 ]
 Means: TypeAlias = Annotated[
-    torch.Tensor, TensorLine("floating point", ("pairs",)), "*Mean* log-probs over a completion's tokens, nats"
+    torch.Tensor,
+    TensorLine("floating point", ("pairs",)),
+    "*Mean* log-probs over a completion's tokens, nats",
 ]
 ReferencePairs: TypeAlias = Annotated[
-    torch.Tensor, TensorLine("floating point", ("pairs",), detached=True), "Summed log-probs of the reference, nats"
+    torch.Tensor,
+    TensorLine("floating point", ("pairs",), detached=True),
+    "Summed log-probs of the reference, nats",
 ]
-PairLoss: TypeAlias = Annotated[torch.Tensor, "[pairs], loss per pair, or per completion, in the log-probs' dtype"]
+PairLoss: TypeAlias = Annotated[
+    torch.Tensor, "[pairs], loss per pair, or per completion, in the log-probs' dtype"
+]
 Beta: TypeAlias = Annotated[PositiveFp32, "Weight of the reference"]
 
 
@@ -43,12 +54,15 @@ def dpo(
     beta: Beta = 0.1,
     label_smoothing: Share = 0.0,
 ) -> PairLoss:
-    """Return -log sigmoid(beta h) with h = (chosen - rejected) - (reference_chosen - reference_rejected).
+    """Return -log sigmoid(beta h) with h = (chosen - rejected) - (reference_chosen -
+    reference_rejected).
 
-    A completion without tokens counts as one of probability 1: leave its pair out, see `Sequences.lengths`.
+    A completion without tokens counts as one of probability 1: leave its pair out, see
+    `Sequences.lengths`.
 
     Args:
-        label_smoothing: e gives -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h), conservative DPO.
+        label_smoothing: e gives -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h), conservative
+            DPO.
 
     Examples:
         >>> chosen, rejected = torch.tensor([-1.0, -2.0]), torch.tensor([-2.0, -1.5])
@@ -92,7 +106,8 @@ def ipo(
 def simpo(chosen: Means, rejected: Means, *, beta: Beta = 2.0, margin: Finite = 1.0) -> PairLoss:
     """Return -log sigmoid(beta (chosen - rejected) - margin), without a reference.
 
-    A completion without tokens counts as one of probability 1: leave its pair out, see `Sequences.lengths`.
+    A completion without tokens counts as one of probability 1: leave its pair out, see
+    `Sequences.lengths`.
 
     Examples:
         >>> chosen, rejected = torch.tensor([-1.0, -2.0]), torch.tensor([-2.0, -1.5])
@@ -105,12 +120,16 @@ def simpo(chosen: Means, rejected: Means, *, beta: Beta = 2.0, margin: Finite = 
 
 
 def _log_odds(log_prob):
-    """log(p / (1 - p)) for log p <= 0, accurate for p near 0 and near 1, and finite at log p = 0."""
+    """log(p / (1 - p)) for log p <= 0, accurate for p near 0 and near 1, and finite at log p =
+    0."""
     # p = 1 has no gradient, instead of an infinite one
     log_prob = bounded(log_prob, high=-torch.finfo(log_prob.dtype).tiny)
     near_one = log_prob > -math.log(2)
-    below = torch.where(near_one, -1.0, log_prob)  # else the unused branch of the select would make the gradient NaN
-    return log_prob - torch.where(near_one, (-torch.expm1(log_prob)).log(), torch.log1p(-below.exp()))
+    # else the unused branch of the select would make the gradient NaN
+    below = torch.where(near_one, -1.0, log_prob)
+    return log_prob - torch.where(
+        near_one, (-torch.expm1(log_prob)).log(), torch.log1p(-below.exp())
+    )
 
 
 @checked
@@ -119,7 +138,8 @@ def orpo(chosen: Means, rejected: Means) -> PairLoss:
 
     ORPO's objective is a weighted sum of this and the cross-entropy of the chosen completions.
 
-    A completion without tokens counts as one of probability 1: leave its pair out, see `Sequences.lengths`.
+    A completion without tokens counts as one of probability 1: leave its pair out, see
+    `Sequences.lengths`.
 
     Examples:
         >>> chosen, rejected = torch.tensor([-1.0, -2.0]), torch.tensor([-2.0, -1.5])
@@ -142,7 +162,8 @@ def kto(
     desirable_weight: NotNegativeFp32 = 1.0,
     undesirable_weight: NotNegativeFp32 = 1.0,
 ) -> PairLoss:
-    """Return weight * (1 - sigmoid(beta (h - z))) for desirable completions, with z - h for the others.
+    """Return weight * (1 - sigmoid(beta (h - z))) for desirable completions, with z - h for the
+    others.
 
     h = log_prob - reference_log_prob, and z = max(kl, 0).
 

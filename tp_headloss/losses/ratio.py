@@ -7,16 +7,31 @@ from typing import Annotated, Any, TypeAlias
 
 import torch
 
-from ..spec import ConstantPerToken, ConstantValues, OneOf, Pair, Positive, TokenMask, TokenValues, checked
+from ..spec import (
+    ConstantPerToken,
+    ConstantValues,
+    OneOf,
+    Pair,
+    Positive,
+    TokenMask,
+    TokenValues,
+    checked,
+)
 
 LogProb: TypeAlias = Annotated[TokenValues, "Log-prob of the policy being trained, nats"]
-OldLogProb: TypeAlias = Annotated[ConstantValues, "Log-prob of the policy that sampled the tokens, nats"]
+OldLogProb: TypeAlias = Annotated[
+    ConstantValues, "Log-prob of the policy that sampled the tokens, nats"
+]
 ReferenceLogProb: TypeAlias = Annotated[ConstantValues, "Log-prob of the reference, nats"]
-GeneratorLogProb: TypeAlias = Annotated[ConstantValues, "Log-prob of the program that sampled, such as vLLM, nats"]
+GeneratorLogProb: TypeAlias = Annotated[
+    ConstantValues, "Log-prob of the program that sampled, such as vLLM, nats"
+]
 Advantages: TypeAlias = ConstantPerToken
 ValidTokens: TypeAlias = Annotated[TokenMask, "The tokens that count"]
 Clip: TypeAlias = Annotated[Pair, "(low, high) bounds the ratio r to [1 - low, 1 + high]"]
-Level: TypeAlias = Annotated[str, OneOf(("token", "sequence")), "Whose ratio: the token's, or that of its sequence"]
+Level: TypeAlias = Annotated[
+    str, OneOf(("token", "sequence")), "Whose ratio: the token's, or that of its sequence"
+]
 
 LOG_RATIO_CLAMP = 20.0  # verl's; exp(20) is 4.9e8, and its square still fits fp32
 
@@ -33,13 +48,16 @@ class _Bounded(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, clamped = ctx.saved_tensors
-        return torch.where(x == clamped, grad, clamped * 0 * grad), None, None  # 0, or NaN if either factor is NaN
+        # 0, or NaN if either factor is NaN
+        return torch.where(x == clamped, grad, clamped * 0 * grad), None, None
 
 
 def bounded(x: torch.Tensor, low: Any = -math.inf, high: Any = math.inf) -> torch.Tensor:
-    """Return x [..] clamped to [low, high], two numbers or two tensors like x, with zero gradient beyond the bounds.
+    """Return x [..] clamped to [low, high], two numbers or two tensors like x, with zero gradient
+    beyond the bounds.
 
-    NaN stays NaN in value and gradient; torch.clamp gives a NaN the gradient 0, and hides it from checks of gradients.
+    NaN stays NaN in value and gradient; torch.clamp gives a NaN the gradient 0, and hides it from
+    checks of gradients.
     """
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x.clamp(low, high)
@@ -47,7 +65,9 @@ def bounded(x: torch.Tensor, low: Any = -math.inf, high: Any = math.inf) -> torc
 
 
 @checked
-def log_ratio(log_prob: LogProb, other: TokenValues, clamp: Positive | None = LOG_RATIO_CLAMP) -> TokenValues:
+def log_ratio(
+    log_prob: LogProb, other: TokenValues, clamp: Positive | None = LOG_RATIO_CLAMP
+) -> TokenValues:
     """Return log_prob - other, clamped to +-clamp with zero gradient beyond; NaN stays NaN.
 
     Examples:
@@ -74,5 +94,6 @@ class _WithGradientOf(torch.autograd.Function):
 
 
 def with_gradient_of(value: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """Return `value` [..] with the gradient of `source` [..]: value + source - source.detach(), also for infinities."""
+    """Return `value` [..] with the gradient of `source` [..]: value + source - source.detach(),
+    also for infinities."""
     return _WithGradientOf.apply(value.detach(), source)

@@ -28,7 +28,9 @@ def entropy_bonus(stats: VocabStatistics) -> TokenLoss:
         stats: `VocabStatistics` with the statistic "entropy".
 
     Examples:
-        >>> stats = vocab_statistics(torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([0]), want=("entropy",))
+        >>> stats = vocab_statistics(
+        ...     torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([0]), want=("entropy",)
+        ... )
         >>> losses.entropy_bonus(stats)
         tensor([-0.8324])
     """

@@ -1,9 +1,11 @@
-"""Rollout correction: detached weights [..] for tokens that another program sampled, such as an inference engine.
+"""Rollout correction: detached weights [..] for tokens that another program sampled, such as an
+inference engine.
 
-The log-probs of that program, the generator, differ from the trainer's for the same model weights. The importance
-weight w = exp(log_prob - generator_log_prob) corrects for the difference; log w is clamped to +-20. log_prob is the
-trainer's at sampling time (``old_log_prob``). Pass the result as ``rollout_weight``. level: "token", or "sequence" for
-the product of w over the token's sequence, which needs ``sequences``, a `tp_headloss.Sequences`.
+The log-probs of that program, the generator, differ from the trainer's for the same model weights.
+The importance weight w = exp(log_prob - generator_log_prob) corrects for the difference; log w is
+clamped to +-20. log_prob is the trainer's at sampling time (``old_log_prob``). Pass the result as
+``rollout_weight``. level: "token", or "sequence" for the product of w over the token's sequence,
+which needs ``sequences``, a `tp_headloss.Sequences`.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from ..arguments.sequences import Sequences
 from ..spec import Bounds, ConstantValues, checked
 from .ratio import LOG_RATIO_CLAMP, GeneratorLogProb, Level, log_ratio
 
-TrainerLogProb: TypeAlias = Annotated[ConstantValues, "The trainer's at sampling time (``old_log_prob``), nats"]
+TrainerLogProb: TypeAlias = Annotated[
+    ConstantValues, "The trainer's at sampling time (``old_log_prob``), nats"
+]
 
 RolloutWeight: TypeAlias = Annotated[
     torch.Tensor, '[..] fp32, detached: the input "rollout_weight" of `PolicyGradient`'
@@ -84,7 +88,8 @@ def sequence_masked_importance_weight(
     sequences: Sequences,
     bounds: Bounds = (0.999, 1.002),
 ) -> RolloutWeight:
-    """Return w of each token, but 0 for all tokens of a sequence whose geometric mean of w is outside of ``bounds``.
+    """Return w of each token, but 0 for all tokens of a sequence whose geometric mean of w is
+    outside of ``bounds``.
 
     Examples:
         >>> trainer, generator = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -4.0]])

@@ -1,4 +1,5 @@
-"""Policy-gradient objectives whose ratio is that of a sequence: log-probs and advantages -> per-token loss [..] fp32.
+"""Policy-gradient objectives whose ratio is that of a sequence: log-probs and advantages ->
+per-token loss [..] fp32.
 
 Words as in `policy`; every objective needs ``sequences``, a `tp_headloss.Sequences`.
 """
@@ -13,16 +14,32 @@ import torch
 from ..arguments.sequences import Sequences
 from ..spec import IN_FP32, ConstantPerToken, Positive, TokenLoss, TupleOf, checked
 from .policy import CLIP, clipped_objective, expect_distances
-from .ratio import LOG_RATIO_CLAMP, Advantages, Clip, LogProb, OldLogProb, bounded, log_ratio, scaled, with_gradient_of
+from .ratio import (
+    LOG_RATIO_CLAMP,
+    Advantages,
+    Clip,
+    LogProb,
+    OldLogProb,
+    bounded,
+    log_ratio,
+    scaled,
+    with_gradient_of,
+)
 
-PairOfPairs: TypeAlias = Annotated[tuple[tuple[float, float], tuple[float, float]], TupleOf(TupleOf(IN_FP32, 2), 2)]
+PairOfPairs: TypeAlias = Annotated[
+    tuple[tuple[float, float], tuple[float, float]], TupleOf(TupleOf(IN_FP32, 2), 2)
+]
 
 
 @checked
-def sequence_log_ratio(log_prob: LogProb, old_log_prob: OldLogProb, sequences: Sequences) -> torch.Tensor:
-    """Return for each token the mean of l - old_log_prob over its sequence, clamped to +-20 (verl: at most 10).
+def sequence_log_ratio(
+    log_prob: LogProb, old_log_prob: OldLogProb, sequences: Sequences
+) -> torch.Tensor:
+    """Return for each token the mean of l - old_log_prob over its sequence, clamped to +-20 (verl:
+    at most 10).
 
-    The gradient of each token's mean goes to the token's own l alone: it is 1, and 0 beyond the clamp.
+    The gradient of each token's mean goes to the token's own l alone: it is 1, and 0 beyond the
+    clamp.
 
     Returns:
         [..] fp32, equal for the tokens of a sequence, 0 outside of the sequences.
@@ -51,26 +68,37 @@ def gspo(
 ) -> TokenLoss:
     """Return the clipped objective of the sequence's ratio s = exp(mean of log r).
 
-    With reduction="seq-mean-token-mean" the loss is the paper's, -1/G sum_i min(s_i A_i, clip(s_i) A_i). Advantages
-    may differ per token; the gradient then is that of GSPO-token, with s_i and its clip from the sequence.
+    With reduction="seq-mean-token-mean" the loss is the paper's, -1/G sum_i min(s_i A_i, clip(s_i)
+    A_i). Advantages may differ per token; the gradient then is that of GSPO-token, with s_i and its
+    clip from the sequence.
 
     Examples:
         >>> l, old = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.0, -2.5, -2.5])
         >>> advantages = torch.tensor([1.0, 1.0, -1.0])
         >>> sequences = Sequences.from_mask(torch.ones(1, 3, dtype=torch.bool))
-        >>> losses.gspo(l[None], advantages=advantages[None], old_log_prob=old[None], sequences=sequences)
+        >>> losses.gspo(
+        ...     l[None], advantages=advantages[None], old_log_prob=old[None], sequences=sequences
+        ... )
         tensor([[-1., -1.,  1.]])
 
     Source: GSPO (arXiv:2507.18071).
     """
-    return clipped_objective(sequence_log_ratio(log_prob, old_log_prob, sequences).exp(), advantages, clip, dual_clip)
+    return clipped_objective(
+        sequence_log_ratio(log_prob, old_log_prob, sequences).exp(), advantages, clip, dual_clip
+    )
 
 
 @checked
 def gspo_length_weighted(
-    log_prob: LogProb, *, advantages: Advantages, old_log_prob: OldLogProb, sequences: Sequences, clip: Clip = CLIP
+    log_prob: LogProb,
+    *,
+    advantages: Advantages,
+    old_log_prob: OldLogProb,
+    sequences: Sequences,
+    clip: Clip = CLIP,
 ) -> TokenLoss:
-    """Return `gspo` as Fast-LLM weights it: A is averaged over its sequence, and each sequence counts once per token.
+    """Return `gspo` as Fast-LLM weights it: A is averaged over its sequence, and each sequence
+    counts once per token.
 
     With reduction="seq-mean-token-mean": 1/G sum_i N_i gspo_i for sequences of N_i tokens.
 
@@ -85,7 +113,9 @@ def gspo_length_weighted(
     Source: Fast-LLM's LanguageModelGSPOLoss.
     """
     advantages = sequences.spread(sequences.mean(advantages.expand_as(log_prob)))
-    per_token = gspo(log_prob, advantages=advantages, old_log_prob=old_log_prob, sequences=sequences, clip=clip)
+    per_token = gspo(
+        log_prob, advantages=advantages, old_log_prob=old_log_prob, sequences=sequences, clip=clip
+    )
     return sequences.spread(sequences.lengths) * per_token
 
 
@@ -98,10 +128,12 @@ def gmpo(
     sequences: Sequences,
     clip: Clip = (0.4, 0.4),
 ) -> TokenLoss:
-    """Return -A R with R the geometric mean over the sequence of the clipped ratios, and A averaged over its sequence.
+    """Return -A R with R the geometric mean over the sequence of the clipped ratios, and A averaged
+    over its sequence.
 
-    With reduction="seq-mean-token-mean" the loss is -1/G sum_i A_i R_i. Where A is 0, log r counts as 0, as in verl. A
-    rollout weight multiplies each token's loss; verl multiplies by the geometric mean of the weights.
+    With reduction="seq-mean-token-mean" the loss is -1/G sum_i A_i R_i. Where A is 0, log r counts
+    as 0, as in verl. A rollout weight multiplies each token's loss; verl multiplies by the
+    geometric mean of the weights.
 
     Args:
         clip: (low, high) bounds log r to [-low, high], on the side where A would push it further.
@@ -110,14 +142,18 @@ def gmpo(
         >>> l, old = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.0, -2.5, -2.5])
         >>> advantages = torch.tensor([1.0, 1.0, -1.0])
         >>> sequences = Sequences.from_mask(torch.ones(1, 3, dtype=torch.bool))
-        >>> losses.gmpo(l[None], advantages=advantages[None], old_log_prob=old[None], sequences=sequences)
+        >>> losses.gmpo(
+        ...     l[None], advantages=advantages[None], old_log_prob=old[None], sequences=sequences
+        ... )
         tensor([[-0.3333, -0.3333, -0.3333]])
 
     Source: GMPO (arXiv:2507.20673).
     """
     expect_distances(clip, logs=True)
     log_r = log_ratio(log_prob, old_log_prob)
-    clamped = torch.where(advantages < 0, bounded(log_r, low=-clip[0]), bounded(log_r, high=clip[1]))
+    clamped = torch.where(
+        advantages < 0, bounded(log_r, low=-clip[0]), bounded(log_r, high=clip[1])
+    )
     clamped = torch.where(advantages == 0, log_r * 0, clamped)  # 0, or NaN
     mean = sequences.spread(sequences.mean(clamped.detach()))
     advantage = sequences.spread(sequences.mean(advantages.expand_as(log_prob)))
@@ -146,7 +182,9 @@ def vespo(
         >>> l, old = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.0, -2.5, -2.5])
         >>> advantages = torch.tensor([1.0, 1.0, -1.0])
         >>> sequences = Sequences.from_mask(torch.ones(1, 3, dtype=torch.bool))
-        >>> losses.vespo(l[None], advantages=advantages[None], old_log_prob=old[None], sequences=sequences)
+        >>> losses.vespo(
+        ...     l[None], advantages=advantages[None], old_log_prob=old[None], sequences=sequences
+        ... )
         tensor([[ 1.,  2., -3.]])
 
     Source: VESPO, as in Liger.
@@ -157,6 +195,9 @@ def vespo(
     log_w = sequences.spread(sequences.sum(log_r)).clamp(math.log(1e-8), LOG_RATIO_CLAMP)
     (k_positive, lambda_positive), (k_negative, lambda_negative) = shape
     positive = advantages >= 0
-    k, lambda_ = torch.where(positive, k_positive, k_negative), torch.where(positive, lambda_positive, lambda_negative)
+    k, lambda_ = (
+        torch.where(positive, k_positive, k_negative),
+        torch.where(positive, lambda_positive, lambda_negative),
+    )
     phi = (lambda_ + k * log_w - lambda_ * log_w.exp()).exp()
     return -scaled(phi * advantages, log_prob)

@@ -1,4 +1,5 @@
-"""The two vocabulary matrices of a model as modules, embedding and output layer, each sharded over a group's ranks."""
+"""The two vocabulary matrices of a model as modules, embedding and output layer, each sharded over
+a group's ranks."""
 
 from __future__ import annotations
 
@@ -27,17 +28,22 @@ def _expect_parameter(name: str, weight):
     """Raise TypeError unless a weight to tie to is one that optimizers train."""
     TENSOR.check(name, weight, {})
     if not isinstance(weight, nn.Parameter):
-        raise TypeError(f"{name} must be an nn.Parameter, or no optimizer would train it, got {type(weight).__name__}")
+        raise TypeError(
+            f"{name} must be an nn.Parameter, or no optimizer would train it, got "
+            f"{type(weight).__name__}"
+        )
 
 
 @checked
 class VocabParallelEmbedding(VocabRows):
-    """Embedding with a sharded vocabulary: ids [..] replicated -> rows [.., H] replicated; forward: one all-reduce,
-    backward: no communication. An id outside of [0, vocab_size) gives a row of NaN on every rank.
+    """Embedding with a sharded vocabulary: ids [..] replicated -> rows [.., H] replicated; forward:
+    one all-reduce, backward: no communication. An id outside of [0, vocab_size) gives a row of NaN
+    on every rank.
 
     Args:
         init: by default std 1.
-        sequence_parallel: True: ids [S, ..] -> this rank's [S/P, .., H]; one reduce-scatter, backward one all-gather.
+        sequence_parallel: True: ids [S, ..] -> this rank's [S/P, .., H]; one reduce-scatter,
+            backward one all-gather.
 
     Examples:
         >>> embedding = VocabParallelEmbedding(4, VocabShard.from_group(None, 10))
@@ -61,47 +67,63 @@ class VocabParallelEmbedding(VocabRows):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the rows [.., H] of ids [..], int32 or int64.
 
-        ValueError if the weight is not this rank's rows, or if ranks cannot share S evenly (sequence parallelism).
+        ValueError if the weight is not this rank's rows, or if ranks cannot share S evenly
+        (sequence parallelism).
         """
         IDS.check("ids", ids, {})
         if not torch.compiler.is_compiling():
             self.shard.expect_live_group()
-        shard, weight = self.shard, self.weight.to_local() if is_dtensor(self.weight) else self.weight
+        shard, weight = (
+            self.shard,
+            self.weight.to_local() if is_dtensor(self.weight) else self.weight,
+        )
         shard.expect_width("weight", weight.shape[0], "rows")
         if self.sequence_parallel and (ids.dim() == 0 or ids.shape[0] % shard.world_size):
-            raise ValueError(f"ids must be [S, ..] with S a multiple of {shard.world_size}, got {list(ids.shape)}")
+            raise ValueError(
+                f"ids must be [S, ..] with S a multiple of {shard.world_size}, got "
+                f"{list(ids.shape)}"
+            )
         owned = (ids >= shard.start) & (ids < shard.start + shard.valid_width)
         part = weight.new_zeros(*ids.shape, self.hidden_size)
         if shard.width:
             part = F.embedding((ids - shard.start).masked_fill(~owned, 0), weight)
         unknown = (ids < 0) | (ids >= shard.vocab_size)
         # a select, because a row of NaN times 0 is not 0
-        part = torch.where(owned.unsqueeze(-1), part, 0.0).masked_fill(unknown.unsqueeze(-1), torch.nan)
+        part = torch.where(owned.unsqueeze(-1), part, 0.0).masked_fill(
+            unknown.unsqueeze(-1), torch.nan
+        )
         how = "reduce_scatter" if self.sequence_parallel else "all_reduce"
-        return FromShards.apply(part, how, shard.world_size, shard.group_name, _grad_anchor(part, how, shard))
+        return FromShards.apply(
+            part, how, shard.world_size, shard.group_name, _grad_anchor(part, how, shard)
+        )
 
 
 @checked
 class VocabParallelHead(VocabRows):
-    """Output layer with a sharded vocabulary, weight [V/P, H]: hidden states in; losses, statistics or logits out.
+    """Output layer with a sharded vocabulary, weight [V/P, H]: hidden states in; losses, statistics
+    or logits out.
 
-    ``head(hidden, labels)`` is the `HeadLossOutput` of ``head_loss`` without logits (`HeadLoss.linear`),
-    ``head.statistics(hidden, labels)`` is `linear_vocab_statistics`, ``head(hidden)`` are this rank's logits before the
-    transform: ``log_probs(head(hidden), labels, transform=head.transform)`` needs it again. Several depths of
-    multi-token prediction are one call, see `multi_token_targets`.
+    ``head(hidden, labels)`` is the `HeadLossOutput` of ``head_loss`` without logits
+    (`HeadLoss.linear`), ``head.statistics(hidden, labels)`` is `linear_vocab_statistics`,
+    ``head(hidden)`` are this rank's logits before the transform: ``log_probs(head(hidden), labels,
+    transform=head.transform)`` needs it again. Several depths of multi-token prediction are one
+    call, see `multi_token_targets`.
 
-    ``state_dict`` describes weight and bias as DTensors (``Shard(0)``), so that `torch.distributed.checkpoint` saves
-    them at one group size and loads them at another; before an optimiser's state is saved so, call `to_dtensor`.
-    `load_state_dict` also takes whole matrices, and this rank's rows.
+    ``state_dict`` describes weight and bias as DTensors (``Shard(0)``), so that
+    `torch.distributed.checkpoint` saves them at one group size and loads them at another; before an
+    optimiser's state is saved so, call `to_dtensor`. `load_state_dict` also takes whole matrices,
+    and this rank's rows.
 
     Args:
         head_loss: `HeadLoss`; default cross-entropy.
         bias: True adds a parameter ``bias`` [V/P].
         weight: parameter to tie to, for example `VocabParallelEmbedding.weight`.
-        transform: `Transform` of the logits before losses and statistics, in numbers: the bias is the module's own.
-        linear: `Linear`. Its hidden_grad says how the gradient of the hidden states is reduced over the group:
-            "all_reduce" for replicated hidden states, "reduce_scatter" for sequence parallelism (hidden [S/P, ..],
-            labels and results for all S), "none" to leave each rank's part to the caller.
+        transform: `Transform` of the logits before losses and statistics, in numbers: the bias is
+            the module's own.
+        linear: `Linear`. Its hidden_grad says how the gradient of the hidden states is reduced over
+            the group: "all_reduce" for replicated hidden states, "reduce_scatter" for sequence
+            parallelism (hidden [S/P, ..], labels and results for all S), "none" to leave each
+            rank's part to the caller.
         init: `Init` of the weight, if it is not tied.
 
     Examples:
@@ -119,7 +141,8 @@ class VocabParallelHead(VocabRows):
         *,
         head_loss: HeadLoss | None = None,
         bias: bool = False,
-        weight: Annotated[nn.Parameter, CheckedBy("an `nn.Parameter`", _expect_parameter)] | None = None,
+        weight: Annotated[nn.Parameter, CheckedBy("an `nn.Parameter`", _expect_parameter)]
+        | None = None,
         transform: Transform | None = None,
         linear: Linear | None = None,
         init: Init | None = None,
@@ -127,9 +150,12 @@ class VocabParallelHead(VocabRows):
         dtype: torch.dtype | None = None,
     ):
         super().__init__(hidden_size, shard, init, device, dtype, bias, weight)
-        if transform is not None and (transform.bias is not None or isinstance(transform.temperature, torch.Tensor)):
+        if transform is not None and (
+            transform.bias is not None or isinstance(transform.temperature, torch.Tensor)
+        ):
             raise ValueError(
-                "transform must be numbers here: the bias is the module's, temperatures of tokens a call's"
+                "transform must be numbers here: the bias is the module's, temperatures of tokens "
+                "a call's"
             )
         self.head_loss = HeadLoss() if head_loss is None else head_loss
         self.transform, self.linear = transform or Transform(), linear or Linear()
@@ -152,9 +178,15 @@ class VocabParallelHead(VocabRows):
     ) -> HeadLossOutput: ...
 
     def forward(
-        self, hidden: torch.Tensor, labels: torch.Tensor | None = None, *, head_loss: HeadLoss | None = None, **kwargs
+        self,
+        hidden: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        *,
+        head_loss: HeadLoss | None = None,
+        **kwargs,
     ) -> HeadLossOutput | torch.Tensor:
-        """Return the `HeadLossOutput` of hidden [.., H] and labels [..]; without labels this rank's `logits`.
+        """Return the `HeadLossOutput` of hidden [.., H] and labels [..]; without labels this rank's
+        `logits`.
 
         Args:
             head_loss: `HeadLoss` of this call instead of the module's.
@@ -162,12 +194,20 @@ class VocabParallelHead(VocabRows):
         """
         if labels is None:
             if kwargs or head_loss is not None:
-                raise ValueError(f"without labels there are logits only, got {sorted(kwargs) or 'a head_loss'}")
+                raise ValueError(
+                    f"without labels there are logits only, got {sorted(kwargs) or 'a head_loss'}"
+                )
             return self.logits(hidden)
         head_loss = self.head_loss if head_loss is None else head_loss
         Instance(HeadLoss).check("head_loss", head_loss, {})
-        kwargs = {"linear": self.linear, **kwargs, "transform": self._transform_at(kwargs.get("transform"))}
-        return head_loss.linear(hidden, self.weight, labels, bias=self.bias, shard=self.shard, **kwargs)
+        kwargs = {
+            "linear": self.linear,
+            **kwargs,
+            "transform": self._transform_at(kwargs.get("transform")),
+        }
+        return head_loss.linear(
+            hidden, self.weight, labels, bias=self.bias, shard=self.shard, **kwargs
+        )
 
     if TYPE_CHECKING:
         __call__ = forward
@@ -181,7 +221,8 @@ class VocabParallelHead(VocabRows):
         options: Options | None = None,
         **kwargs,
     ) -> VocabStatistics:
-        """Return the statistics [..] of hidden [.., H] and labels [..]; keywords as in `linear_vocab_statistics`."""
+        """Return the statistics [..] of hidden [.., H] and labels [..]; keywords as in
+        `linear_vocab_statistics`."""
         linear = replace(self.linear, mode="recompute", upstream=None)
         transform = self._transform_at(kwargs.get("transform"))
         kwargs = {"linear": linear, "options": options, **kwargs, "transform": transform}
@@ -190,34 +231,42 @@ class VocabParallelHead(VocabRows):
         )
 
     def _transform_at(self, call_transform: Transform | None) -> Transform:
-        """The module's transform at the temperature of a call. ValueError if the call sets anything else."""
+        """The module's transform at the temperature of a call. ValueError if the call sets anything
+        else."""
         if call_transform is None:
             return self.transform
         Instance(Transform).check("transform", call_transform, {})
         if replace(call_transform, temperature=1.0) != Transform():
             raise ValueError(
-                f"a call's transform is for its temperature, the rest is the module's, got {call_transform}"
+                "a call's transform is for its temperature, the rest is the module's, got "
+                f"{call_transform}"
             )
         return replace(self.transform, temperature=call_transform.temperature)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return hidden @ weight^T + bias [.., width] sharded on V, for hidden [.., H]; 0 in columns of padding.
+        """Return hidden @ weight^T + bias [.., width] sharded on V, for hidden [.., H]; 0 in
+        columns of padding.
 
-        The logits are not transformed: pass them to a HeadLoss with ``shard=head.shard, transform=head.transform``.
+        The logits are not transformed: pass them to a HeadLoss with ``shard=head.shard,
+        transform=head.transform``.
         """
         how = self.linear.hidden_grad
         hidden, weight, bias, shard = local_head(hidden, self.weight, self.bias, self.shard, how)
-        if shard.valid_width < shard.width:  # rows of padding may hold anything, and 0 times NaN is NaN
+        # rows of padding may hold anything, and 0 times NaN is NaN
+        if shard.valid_width < shard.width:
             valid = torch.arange(shard.width, device=weight.device) < shard.valid_width
             weight = torch.where(valid[:, None], weight, 0.0)
             bias = None if bias is None else torch.where(valid, bias, 0.0)
-        hidden = ToShards.apply(hidden, how, shard.world_size, shard.group_name, _grad_anchor(hidden, how, shard))
+        hidden = ToShards.apply(
+            hidden, how, shard.world_size, shard.group_name, _grad_anchor(hidden, how, shard)
+        )
         return F.linear(hidden, weight, bias)
 
 
 def _grad_anchor(x, how: str, shard: VocabShard) -> torch.Tensor | None:
-    """Dummy that requires grad, so that autograd runs a backward, and its collective, on every rank, even where the
-    shard is empty or the parameters are frozen. None if there is no collective."""
+    """Dummy that requires grad, so that autograd runs a backward, and its collective, on every
+    rank, even where the shard is empty or the parameters are frozen. None if there is no
+    collective."""
     if how == "none" or shard.world_size == 1 or torch.compiler.is_compiling():
         return None
     return x.new_empty(0).requires_grad_()
@@ -233,36 +282,44 @@ def multi_token_targets(
     cu_seqlens: Starts | None = None,
     document_ids: UnshiftedLabels | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the labels and token weights [1 + D, .., S] of multi-token prediction: row 0 for the main head, row d for
-    the depth that predicts the token d positions later. Pass hidden states stacked alike, [1 + D, .., S, H].
+    """Return the labels and token weights [1 + D, .., S] of multi-token prediction: row 0 for the
+    main head, row d for the depth that predicts the token d positions later. Pass hidden states
+    stacked alike, [1 + D, .., S, H].
 
-    With ``denominator=`` the number T of labels that are not ignored (in the global batch), the mean of a `HeadLoss` is
-    the loss of DeepSeek-V3 (arXiv:2412.19437, equations 24 and 25): main + weight / D * sum over d of 1 / T * (the sum
-    over the tokens of depth d). Its ``means()`` divide by the sum of the weights instead. Megatron divides depth d by
-    its own, slightly smaller number of tokens. The acceptance rate of depth d is the mean of ``out.stats.correct[d]``
-    over ``out.stats.valid[d]`` (metric "accuracy").
+    With ``denominator=`` the number T of labels that are not ignored (in the global batch), the
+    mean of a `HeadLoss` is the loss of DeepSeek-V3 (arXiv:2412.19437, equations 24 and 25): main +
+    weight / D * sum over d of 1 / T * (the sum over the tokens of depth d). Its ``means()`` divide
+    by the sum of the weights instead. Megatron divides depth d by its own, slightly smaller number
+    of tokens. The acceptance rate of depth d is the mean of ``out.stats.correct[d]`` over
+    ``out.stats.valid[d]`` (metric "accuracy").
 
-    The depths can also learn from the main head, whose distribution of the same token is better than its label: their
-    teacher is the same weight with the main head's hidden states d positions later (no gradient goes there).
+    The depths can also learn from the main head, whose distribution of the same token is better
+    than its label: their teacher is the same weight with the main head's hidden states d positions
+    later (no gradient goes there).
 
         rows, _ = multi_token_targets(labels, depths)
-        later = torch.stack([main.roll(-d, -2) for d in range(1, 1 + depths)])  # [D, .., S, H]; its ends are ignored
-        out = head(hidden[1:], rows[1:], head_loss=HeadLoss([Distillation(1.0, "cross_entropy")]),
+        later = torch.stack([main.roll(-d, -2) for d in range(1, 1 + depths)])  # [D, .., S, H]; its
+        ends are ignored out = head(hidden[1:], rows[1:], head_loss=HeadLoss([Distillation(1.0,
+        "cross_entropy")]),
                    inputs={"teacher": TeacherHead(later, head.weight)})
 
-    Packed documents need their bounds, `cu_seqlens` or `document_ids`. Without them each row [S] is one document, so
-    that a depth's positions at the end of a document learn tokens of the next one.
+    Packed documents need their bounds, `cu_seqlens` or `document_ids`. Without them each row [S] is
+    one document, so that a depth's positions at the end of a document learn tokens of the next one.
 
-    Not for hidden states of sequence parallelism, whose first dimension is the sequence: gather them first.
+    Not for hidden states of sequence parallelism, whose first dimension is the sequence: gather
+    them first.
 
     Args:
-        labels: each position's next token; that of a document's last position is usually ignored, in all rows.
+        labels: each position's next token; that of a document's last position is usually ignored,
+            in all rows.
         weight: weight of all depths together, relative to the main head.
-        ignore_index: label of positions that have no token d positions later, or have another document there.
-        cu_seqlens: starts and end of the documents among the flattened labels, as variable-length attention takes them.
-            Bounds out of order are a ValueError on CPUs; on GPUs, where nothing waits for them, weights are NaN.
-        document_ids: each position's document, in the place of cu_seqlens; with position ids that begin again at 0 in
-            each document, ``(position_ids == 0).cumsum(-1)``.
+        ignore_index: label of positions that have no token d positions later, or have another
+            document there.
+        cu_seqlens: starts and end of the documents among the flattened labels, as variable-length
+            attention takes them. Bounds out of order are a ValueError on CPUs; on GPUs, where
+            nothing waits for them, weights are NaN.
+        document_ids: each position's document, in the place of cu_seqlens; with position ids that
+            begin again at 0 in each document, ``(position_ids == 0).cumsum(-1)``.
 
     Returns:
         labels [1 + D, .., S] and token weights of the same shape.
@@ -286,9 +343,11 @@ def multi_token_targets(
         places = torch.arange(labels.numel(), device=labels.device).view(labels.shape)
         document_ids = torch.searchsorted(cu_seqlens.long(), places, right=True)
     depth_rows, length = [labels], labels.shape[-1]
-    within = torch.ones_like(labels, dtype=torch.bool)  # the label is one of the position's own document
+    # the label is one of the position's own document
+    within = torch.ones_like(labels, dtype=torch.bool)
     for depth in range(1, depths + 1):
-        shift = min(depth, length)  # torch's pad takes the index through a float, which not all int64 fit
+        # torch's pad takes the index through a float, which not all int64 fit
+        shift = min(depth, length)
         ignored = labels.new_full((*labels.shape[:-1], shift), ignore_index)
         later = torch.cat([labels[..., shift:], ignored], -1)
         if document_ids is not None:

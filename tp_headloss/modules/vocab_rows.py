@@ -1,4 +1,5 @@
-"""`VocabRows`: a module that holds one rank's rows of a vocabulary matrix, with initialisation and state_dict."""
+"""`VocabRows`: a module that holds one rank's rows of a vocabulary matrix, with initialisation and
+state_dict."""
 
 from __future__ import annotations
 
@@ -19,18 +20,21 @@ from ..ranks.shard import VocabShard
 from ..spec import NotNegative, Rows, TensorLine, checked, described, lines_within
 from . import saved_rows
 
-INIT_ROWS = 1024  # rows that one generator draws, whatever the shard: a seed means other weights if this changes
+# rows that one generator draws, whatever the shard: a seed means other weights if this changes
+INIT_ROWS = 1024
 SENT_ROWS = 1024  # rows of a matrix that ranks exchange at once
 
 
 @checked
 @dataclass(frozen=True)
 class Init:
-    """Initialisation of a vocabulary matrix: normal weights that depend on the seed and the row alone, so that every
-    group size gives the same matrix (on one type of device). Padding rows and biases are 0.
+    """Initialisation of a vocabulary matrix: normal weights that depend on the seed and the row
+    alone, so that every group size gives the same matrix (on one type of device). Padding rows and
+    biases are 0.
 
     Args:
-        seed: None draws one from torch's default generator, which must be in the same state on all ranks.
+        seed: None draws one from torch's default generator, which must be in the same state on all
+            ranks.
 
     Examples:
         >>> shard = VocabShard.from_group(None, 5, padded_size=8)
@@ -43,9 +47,19 @@ class Init:
 
 
 class VocabRows(nn.Module):
-    """Module with a parameter ``weight`` [width, H], the rows of a shard, and optionally ``bias`` [width]."""
+    """Module with a parameter ``weight`` [width, H], the rows of a shard, and optionally ``bias``
+    [width]."""
 
-    def __init__(self, hidden_size: int, shard: VocabShard, init: Init | None, device, dtype, bias=False, weight=None):
+    def __init__(
+        self,
+        hidden_size: int,
+        shard: VocabShard,
+        init: Init | None,
+        device,
+        dtype,
+        bias=False,
+        weight=None,
+    ):
         super().__init__()
         init = init or Init()
         seed = int(torch.randint(1 << 31, (), device="cpu")) if init.seed is None else init.seed
@@ -56,10 +70,13 @@ class VocabRows(nn.Module):
         else:
             expected = shard.padded_size if is_dtensor(weight) else rows
             if weight.shape != (expected, hidden_size):
-                raise ValueError(f"weight must be [{expected}, {hidden_size}], got {list(weight.shape)}")
+                raise ValueError(
+                    f"weight must be [{expected}, {hidden_size}], got {list(weight.shape)}"
+                )
             self.weight = weight
         self.bias = nn.Parameter(torch.empty(rows, device=device, dtype=dtype)) if bias else None
-        self._tied_weight = None if weight is None else (weight,)  # in a tuple, so that it is registered only once
+        # in a tuple, so that it is registered only once
+        self._tied_weight = None if weight is None else (weight,)
         self.reset_parameters()
         self.register_state_dict_post_hook(_describe_rows)
         self.register_load_state_dict_pre_hook(_select_rows)
@@ -78,30 +95,42 @@ class VocabRows(nn.Module):
         self._mark()
 
     def _mark(self):
-        """Say on the parameters themselves that they are sharded, and over which group, for `clip_grad_norm_`."""
+        """Say on the parameters themselves that they are sharded, and over which group, for
+        `clip_grad_norm_`."""
         for p in self._parameters.values():
             if p is not None and self.shard.world_size > 1:
                 p.sharded_over = self.shard.group_name  # type: ignore[attr-defined]
 
     @torch.no_grad()
     def reset_parameters(self):
-        """Draw the weight again, and set the bias to 0. A tied weight stays as it is: its owner draws it.
+        """Draw the weight again, and set the bias to 0. A tied weight stays as it is: its owner
+        draws it.
 
-        For modules made on the meta device, after `to_empty`. ValueError if it untied the weight, or FSDP2 sharded it.
+        For modules made on the meta device, after `to_empty`. ValueError if it untied the weight,
+        or FSDP2 sharded it.
         """
         if self._tied_weight is not None and self._tied_weight[0] is not self.weight:
-            raise ValueError("the weight is no longer tied (to_empty does that): set head.weight = embedding.weight")
+            raise ValueError(
+                "the weight is no longer tied (to_empty does that): set head.weight = "
+                "embedding.weight"
+            )
         if self.bias is not None:
             self.bias.zero_()
         if self._tied_weight is not None or self.weight.is_meta:
             return
-        weight, shard = self.weight.to_local() if is_dtensor(self.weight) else self.weight, self.shard
+        weight, shard = (
+            self.weight.to_local() if is_dtensor(self.weight) else self.weight,
+            self.shard,
+        )
         if weight.shape[0] != shard.width:
-            raise ValueError(f"of {shard.width} rows {weight.shape[0]} are here: draw them before fully_shard")
+            raise ValueError(
+                f"of {shard.width} rows {weight.shape[0]} are here: draw them before fully_shard"
+            )
         weight.zero_()
         end = shard.start + shard.valid_width
         for first in range(shard.start // INIT_ROWS * INIT_ROWS, end, INIT_ROWS):
-            # hashed, because nearby seeds of one generator, or nearby blocks of two modules, would be correlated
+            # hashed, because nearby seeds of one generator, or nearby blocks of two modules, would
+            # be correlated
             seed = random.Random(f"{self.init.seed} {first}").getrandbits(32)
             generator = torch.Generator(weight.device).manual_seed(seed)
             block = torch.empty(INIT_ROWS, self.hidden_size, device=weight.device)
@@ -110,45 +139,62 @@ class VocabRows(nn.Module):
             weight[low - shard.start : high - shard.start] = block[low - first : high - first]
 
     def to_dtensor(self, mesh) -> VocabRows:
-        """Make the parameters DTensors, ``Shard(0)`` on the one dimension of the mesh, and return the module.
+        """Make the parameters DTensors, ``Shard(0)`` on the one dimension of the mesh, and return
+        the module.
 
-        Needed before the parameters are sharded again over another mesh dimension (FSDP2), and to save an optimiser's
-        state with `torch.distributed.checkpoint`. Call it before another module is tied to the weight.
+        Needed before the parameters are sharded again over another mesh dimension (FSDP2), and to
+        save an optimiser's state with `torch.distributed.checkpoint`. Call it before another module
+        is tied to the weight.
         """
         for name, p in list(self.named_parameters(recurse=False)):
             if is_dtensor(p):
                 continue
             if self._tied_weight is not None and name == "weight":
-                raise ValueError("a tied weight is its owner's: call to_dtensor there before the head is made")
-            setattr(self, name, nn.Parameter(_as_dtensor(p.detach(), self.shard, mesh), requires_grad=p.requires_grad))
+                raise ValueError(
+                    "a tied weight is its owner's: call to_dtensor there before the head is made"
+                )
+            setattr(
+                self,
+                name,
+                nn.Parameter(
+                    _as_dtensor(p.detach(), self.shard, mesh), requires_grad=p.requires_grad
+                ),
+            )
         return self
 
     def extra_repr(self) -> str:
         shard = self.shard
-        ids = f"ids [{shard.start}, {shard.stop}) of {shard.vocab_size} on {shard.world_size} rank(s)"
+        ids = (
+            f"ids [{shard.start}, {shard.stop}) of {shard.vocab_size} on {shard.world_size} rank(s)"
+        )
         return f"hidden_size={self.hidden_size}, {ids}, bias={self.bias is not None}"
 
 
 def _as_dtensor(rows: torch.Tensor, shard: VocabShard, mesh=None):
-    """DTensor of the whole matrix whose local part is this rank's rows [width, ..]; no communication, no copy."""
+    """DTensor of the whole matrix whose local part is this rank's rows [width, ..]; no
+    communication, no copy."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard
 
     if shard.padded_size is None:
         raise ValueError(
-            f"only even cuts, those of VocabShard.from_group, can be a DTensor, got [{shard.start}, {shard.stop}): "
-            "save the rows of each rank, module.weight, by themselves"
+            "only even cuts, those of VocabShard.from_group, can be a DTensor, got "
+            f"[{shard.start}, {shard.stop}): save the rows of each rank, module.weight, by "
+            "themselves"
         )
     if mesh is None:
         assert shard.group is not None  # without one, the rows are the matrix
         mesh = DeviceMesh.from_group(shard.group, rows.device.type)
     shape = torch.Size([shard.padded_size, *rows.shape[1:]])
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(rows.contiguous(), mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(
+        rows.contiguous(), mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
+    )
 
 
 def _describe_rows(module, state, prefix, metadata):
-    """Hook of `state_dict` that makes the entries DTensors, which say which rows of the whole matrix they are."""
+    """Hook of `state_dict` that makes the entries DTensors, which say which rows of the whole
+    matrix they are."""
     if module.shard.world_size == 1:
         return
     for name in ("weight", "bias"):
@@ -164,12 +210,15 @@ def _holds_rows(x, shard: VocabShard) -> bool:
     """True if this rank's part of a DTensor is the rows of the shard."""
     mesh = x.device_mesh
     even = mesh.ndim == 1 and x.placements[0].is_shard(0) and x.shape[0] == shard.padded_size
-    return even and dist.get_process_group_ranks(mesh.get_group()) == dist.get_process_group_ranks(shard.group)
+    return even and dist.get_process_group_ranks(mesh.get_group()) == dist.get_process_group_ranks(
+        shard.group
+    )
 
 
 def _select_rows(module, state, prefix, metadata, strict, missing, unexpected, errors):
-    """Hook of `load_state_dict` that replaces DTensors of any sharding, and whole matrices with or without padding, by
-    this rank's rows. For entries of another size it appends to `errors`, from which torch makes one exception."""
+    """Hook of `load_state_dict` that replaces DTensors of any sharding, and whole matrices with or
+    without padding, by this rank's rows. For entries of another size it appends to `errors`, from
+    which torch makes one exception."""
     shard = module.shard
     whole = {shard.vocab_size, shard.padded_size or shard.vocab_size}
     for name in ("weight", "bias"):
@@ -191,8 +240,13 @@ def _select_rows(module, state, prefix, metadata, strict, missing, unexpected, e
         rows = given.shape[0] if given.dim() else 0
         if rows not in (whole if is_dtensor(given) else {*whole, shard.width}):
             errors.append(
-                f"{prefix}{name} must have this rank's {shard.width} rows or the whole vocabulary's {sorted(whole)}, "
-                f"got {rows}" + (f": cut another padding off, [:{shard.vocab_size}]" if rows > shard.vocab_size else "")
+                f"{prefix}{name} must have this rank's {shard.width} rows or the whole "
+                f"vocabulary's {sorted(whole)}, got {rows}"
+                + (
+                    f": cut another padding off, [:{shard.vocab_size}]"
+                    if rows > shard.vocab_size
+                    else ""
+                )
             )
             continue
         if is_dtensor(given):
@@ -201,7 +255,9 @@ def _select_rows(module, state, prefix, metadata, strict, missing, unexpected, e
             part = given[shard.start : min(shard.stop, shard.vocab_size)]
             given = given.new_zeros(shard.width, *given.shape[1:])
             given[: len(part)] = part
-        state[prefix + name] = _as_dtensor(given, shard, own.device_mesh) if is_dtensor(own) else given
+        state[prefix + name] = (
+            _as_dtensor(given, shard, own.device_mesh) if is_dtensor(own) else given
+        )
 
 
 def _like(own, whole: torch.Tensor, shard: VocabShard):
@@ -209,7 +265,9 @@ def _like(own, whole: torch.Tensor, shard: VocabShard):
     from torch.distributed.tensor import distribute_tensor
 
     rows = saved_rows.with_padding(whole.full_tensor() if is_dtensor(whole) else whole, shard)
-    return distribute_tensor(rows.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
+    return distribute_tensor(
+        rows.to(own.device), own.device_mesh, own.placements, src_data_rank=None
+    )
 
 
 @torch.no_grad()
@@ -223,9 +281,10 @@ def select_rows(
 ) -> torch.Tensor:
     """Return the rows of some ids of a sharded vocabulary matrix, sharded over the same ranks.
 
-    For a draft model over a subset of the vocabulary (EAGLE-3), whose teacher is then the target model's head at these
-    ids: ``TeacherHead(hidden, select_rows(weight, ids, shard=shard))``, selected once from a frozen weight. All ranks
-    of the group call it; the ids' rows travel to every rank, by blocks, and the arguments are compared between ranks.
+    For a draft model over a subset of the vocabulary (EAGLE-3), whose teacher is then the target
+    model's head at these ids: ``TeacherHead(hidden, select_rows(weight, ids, shard=shard))``,
+    selected once from a frozen weight. All ranks of the group call it; the ids' rows travel to
+    every rank, by blocks, and the arguments are compared between ranks.
 
     Args:
         weight: [width, ..] this rank's rows, or a DTensor; a bias [width] is such a matrix, too.
@@ -237,14 +296,17 @@ def select_rows(
         [to.width, ..] new memory, without gradient; rows of padding are 0.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit or differ between ranks; ids outside of the vocabulary.
+        TypeError, ValueError: arguments that do not fit or differ between ranks; ids outside of the
+            vocabulary.
 
     Examples:
         >>> weight, ids = torch.tensor([[0.0], [1.0], [2.0], [3.0]]), torch.tensor([3, 1])
         >>> select_rows(weight, ids)
         tensor([[3.],
                 [1.]])
-        >>> draft_id = torch.full((4,), -100).index_copy(0, ids, torch.arange(2))  # of each id; -100: not in the subset
+        >>> draft_id = torch.full((4,), -100).index_copy(
+        ...     0, ids, torch.arange(2)
+        ... )  # of each id; -100: not in the subset
         >>> draft_id[torch.tensor([1, 2, 3])]  # labels
         tensor([   1, -100,    0])
     """
@@ -258,8 +320,9 @@ def select_rows(
         to = to or VocabShard.from_group(shard.group, len(ids))
         if to.vocab_size != len(ids) or to.group is not shard.group:
             raise ValueError(
-                f"`to` must shard the {len(ids)} ids over the group of the weight's shard, got a shard of "
-                f"{to.vocab_size} ids{'' if to.group is shard.group else ' over another group'}"
+                f"`to` must shard the {len(ids)} ids over the group of the weight's shard, got a "
+                f"shard of {to.vocab_size} "
+                f"ids{'' if to.group is shard.group else ' over another group'}"
             )
         if weight.is_meta or ids.is_meta:
             raise ValueError("weight and ids must have values, got tensors on meta")

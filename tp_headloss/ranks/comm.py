@@ -1,6 +1,6 @@
-"""The collective calls of the package. Elsewhere only these communicate: rendezvous and barrier of symmetric memory
-(`engine/transports/symmetric_memory`), `full_tensor` of a checkpoint's DTensors (`modules/vocab_rows`), and
-`redistribute` (`integrations/nemo_automodel`, as that host does).
+"""The collective calls of the package. Elsewhere only these communicate: rendezvous and barrier of
+symmetric memory (`engine/transports/symmetric_memory`), `full_tensor` of a checkpoint's DTensors
+(`modules/vocab_rows`), and `redistribute` (`integrations/nemo_automodel`, as that host does).
 """
 
 from __future__ import annotations
@@ -47,15 +47,20 @@ def gather_parts(x: torch.Tensor, world_size: int, group_name: str) -> torch.Ten
 
 
 HIDDEN_GRADS = ("all_reduce", "reduce_scatter", "none")
-# Clock cycles that what follows waits, so that the reduction's kernel begins before the next GEMM takes every SM. On
-# four H200, a GEMM of 831 us and an all-reduce of 8192 x 4096 in bf16, 342 us alone, took 1200 us one after the other
-# and as much issued at once; with 4000 cycles between them 990, 8000: 1047, 16000: 1100
+# Clock cycles that what follows waits, so that the reduction's kernel begins before the next GEMM
+# takes every SM. On four H200, a GEMM of 831 us and an all-reduce of 8192 x 4096 in bf16, 342 us
+# alone, took 1200 us one after the other and as much issued at once; with 4000 cycles between them
+# 990, 8000: 1047, 16000: 1100
+# 16000: 1100
 HEAD_START = 4000
 
 
-def reduce_hidden(grad: torch.Tensor, how: str, world_size: int, group_name: str) -> Callable[[], torch.Tensor]:
-    """Begin to add up every rank's part [N, H] of the hidden states' gradient; the result of the call that ends it is
-    [N, H] ("all_reduce", in place; "none": this rank's part) or this rank's [N/P, H] ("reduce_scatter")."""
+def reduce_hidden(
+    grad: torch.Tensor, how: str, world_size: int, group_name: str
+) -> Callable[[], torch.Tensor]:
+    """Begin to add up every rank's part [N, H] of the hidden states' gradient; the result of the
+    call that ends it is [N, H] ("all_reduce", in place; "none": this rank's part) or this rank's
+    [N/P, H] ("reduce_scatter")."""
     if world_size == 1 or how == "none" or grad.numel() == 0:
         return lambda: grad
     group = resolve_process_group(group_name)
@@ -77,8 +82,11 @@ def reduce_hidden(grad: torch.Tensor, how: str, world_size: int, group_name: str
     return end
 
 
-def reduce_in_place(x: torch.Tensor, world_size: int, group_name: str, largest: bool = False) -> torch.Tensor:
-    """Sum x over the group, in place: float64, integers, or rows that are 0 on all ranks but one; one all-reduce.
+def reduce_in_place(
+    x: torch.Tensor, world_size: int, group_name: str, largest: bool = False
+) -> torch.Tensor:
+    """Sum x over the group, in place: float64, integers, or rows that are 0 on all ranks but one;
+    one all-reduce.
 
     largest: take the maximum instead, which may drop a NaN.
     """
@@ -101,8 +109,8 @@ def job_size() -> int:
 
 
 def texts_of_job(text: str, seconds: float) -> list[str] | None:
-    """Exchange a text with all ranks of the job over its store, which is no collective. None if a rank does not come in
-    time; it is waited for once, and no rank of the job waits again."""
+    """Exchange a text with all ranks of the job over its store, which is no collective. None if a
+    rank does not come in time; it is waited for once, and no rank of the job waits again."""
     store, rank = _default_store(), dist.get_rank()
     call = store.add(f"tp_headloss/calls of rank {rank}", 1)
     keys = [f"tp_headloss/call {call} of rank {r}" for r in range(dist.get_world_size())]
@@ -125,7 +133,8 @@ def group_size(group) -> int:
 
 
 def gather_from_ranks(x: torch.Tensor, group) -> torch.Tensor:
-    """Gather [..] of each rank: [P, ..], in rank order; one all-gather, none for a group of None or of one rank."""
+    """Gather [..] of each rank: [P, ..], in rank order; one all-gather, none for a group of None or
+    of one rank."""
     size = group_size(group)
     if size == 1:
         return x.unsqueeze(0)
@@ -135,16 +144,20 @@ def gather_from_ranks(x: torch.Tensor, group) -> torch.Tensor:
 
 
 def sum_over_ranks(x: torch.Tensor, group) -> torch.Tensor:
-    """Sum [..] over the ranks, added in rank order: equal bits on every rank. One small all-gather."""
+    """Sum [..] over the ranks, added in rank order: equal bits on every rank. One small
+    all-gather."""
     parts = gather_from_ranks(x, group).unbind(0)
     return sum(parts[1:], start=parts[0])
 
 
 @checked
-def combine_metrics(parts: Annotated[Sequence[dict[str, torch.Tensor]], TupleOf(METRICS)]) -> Metrics:
+def combine_metrics(
+    parts: Annotated[Sequence[dict[str, torch.Tensor]], TupleOf(METRICS)],
+) -> Metrics:
     """Combine the scalars by name of several batches (micro-batches, updates). No communication.
 
-    Names in "max_" and "min_" are maximised and minimised, all others added in order; results are float64.
+    Names in "max_" and "min_" are maximised and minimised, all others added in order; results are
+    float64.
 
     Args:
         parts: dicts with the same names in the same order.
@@ -157,7 +170,10 @@ def combine_metrics(parts: Annotated[Sequence[dict[str, torch.Tensor]], TupleOf(
     if not parts:
         return {}
     if any(list(part) != list(parts[0]) for part in parts):
-        raise ValueError(f"metrics must have the same names in the same order, got {[list(part) for part in parts]}")
+        raise ValueError(
+            "metrics must have the same names in the same order, got "
+            f"{[list(part) for part in parts]}"
+        )
     return _combine(parts[0], torch.stack([_stack(part) for part in parts])) if parts[0] else {}
 
 
@@ -188,30 +204,37 @@ def _checksum(text: str) -> int:
 
 @checked
 def reduce_metrics(metrics: Metrics, group: Group) -> Metrics:
-    """Reduce the scalars by name of each rank to those of the group, equal bits on every rank; one small all-gather.
+    """Reduce the scalars by name of each rank to those of the group, equal bits on every rank; one
+    small all-gather.
 
-    As `combine_metrics`: "max_" and "min_" names are extrema (neutral: -inf and inf), all others sums (neutral: 0) in
-    float64, so reduce sums and counts first and divide afterwards. The same names in the same order on every rank, or
-    all results are NaN (other numbers of names: an error of the communication library); float64 on the tensors' device.
+    As `combine_metrics`: "max_" and "min_" names are extrema (neutral: -inf and inf), all others
+    sums (neutral: 0) in float64, so reduce sums and counts first and divide afterwards. The same
+    names in the same order on every rank, or all results are NaN (other numbers of names: an error
+    of the communication library); float64 on the tensors' device.
 
     Args:
-        group: data- and context-parallel ranks, which hold different tokens; None is one rank. Ranks that share a
-            vocabulary have the same tokens and the same metrics, which a sum would count P times: their group, the one
-            of a `VocabShard` that exists, is a ValueError.
+        group: data- and context-parallel ranks, which hold different tokens; None is one rank.
+            Ranks that share a vocabulary have the same tokens and the same metrics, which a sum
+            would count P times: their group, the one of a `VocabShard` that exists, is a
+            ValueError.
 
     Raises:
-        TypeError, ValueError: anything but a dict of scalars, or a group whose ranks share a vocabulary.
+        TypeError, ValueError: anything but a dict of scalars, or a group whose ranks share a
+            vocabulary.
 
     Examples:
-        >>> sums = reduce_metrics({"accuracy": torch.tensor(3.0), "count": torch.tensor(4.0)}, group=None)
+        >>> sums = reduce_metrics(
+        ...     {"accuracy": torch.tensor(3.0), "count": torch.tensor(4.0)}, group=None
+        ... )
         >>> sums["accuracy"] / sums["count"]
         tensor(0.7500, dtype=torch.float64)
     """
     if group is not None and has_vocab_shard(group.group_name):
         raise ValueError(
-            "group must be the data- and context-parallel ranks, which hold different tokens, got the group of a "
-            "VocabShard, whose ranks have the same metrics already; for metrics of other tokens on the same ranks, "
-            "make a group of their own with torch.distributed.new_group"
+            "group must be the data- and context-parallel ranks, which hold different tokens, got "
+            "the group of a VocabShard, whose ranks have the same metrics already; for metrics of "
+            "other tokens on the same ranks, make a group of their own with "
+            "torch.distributed.new_group"
         )
     if not metrics:
         return {}
@@ -222,11 +245,12 @@ def reduce_metrics(metrics: Metrics, group: Group) -> Metrics:
 
 
 class NumberedStore(Store):
-    """A store of a group in which the n-th exchange of addresses has the number n on every rank, as the ranks make it.
+    """A store of a group in which the n-th exchange of addresses has the number n on every rank, as
+    the ranks make it.
 
-    torch numbers exchanges by process, so ranks of which one had met others in a smaller group would look for each
-    other under different keys (pytorch/pytorch#196082). The keys are of this object alone: a group that is made again
-    may have the name and the store of the one before.
+    torch numbers exchanges by process, so ranks of which one had met others in a smaller group
+    would look for each other under different keys (pytorch/pytorch#196082). The keys are of this
+    object alone: a group that is made again may have the name and the store of the one before.
     """
 
     def __init__(self, group):
@@ -249,9 +273,12 @@ class NumberedStore(Store):
 
     @contextlib.contextmanager
     def in_place_of_store(self, group, device: torch.device):
-        """A context in which torch finds this store by the group's name, because a group's own cannot be changed."""
+        """A context in which torch finds this store by the group's name, because a group's own
+        cannot be changed."""
         stand_in = ProcessGroup(self, group.rank(), group.size())
-        stand_in._register_backend(device, ProcessGroup.BackendType.CUSTOM, group._get_backend(device))
+        stand_in._register_backend(
+            device, ProcessGroup.BackendType.CUSTOM, group._get_backend(device)
+        )
         try:
             _unregister_process_group(group.group_name)
             _register_process_group(group.group_name, stand_in)

@@ -1,8 +1,10 @@
-"""`VocabShard`: the contiguous vocabulary ids that a rank owns, and the process group that owns the others.
+"""`VocabShard`: the contiguous vocabulary ids that a rank owns, and the process group that owns the
+others.
 
-The global vocabulary, padded to a multiple of 128, is cut into 8 equal chunks. A shard made of whole chunks sends one
-packet of statistics (a few numbers per token) for each chunk, so that the same 8 packets are merged in the same order
-at 1, 2, 4 and 8 ranks, with the same bits. Any other shard sends one packet, and results depend on the group's size.
+The global vocabulary, padded to a multiple of 128, is cut into 8 equal chunks. A shard made of
+whole chunks sends one packet of statistics (a few numbers per token) for each chunk, so that the
+same 8 packets are merged in the same order at 1, 2, 4 and 8 ranks, with the same bits. Any other
+shard sends one packet, and results depend on the group's size.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ CHUNKS = 8
 CHUNK_ALIGNMENT = 16  # elements: chunks start at vectorisable addresses
 
 
-_shared_shards: weakref.WeakValueDictionary[int, VocabShard] = weakref.WeakValueDictionary()  # of several ranks, by id
+# of several ranks, by id
+_shared_shards: weakref.WeakValueDictionary[int, VocabShard] = weakref.WeakValueDictionary()
 
 
 @constant_for_compile
@@ -46,12 +49,16 @@ def has_vocab_shard(group_name: str) -> bool:
 @constant_for_compile
 def have_common_ranks(group_name: str, other_name: str) -> bool:
     """Return True if two process groups have a rank besides this one in common."""
-    own, other = (dist.get_process_group_ranks(resolve_process_group(name)) for name in (group_name, other_name))
+    own, other = (
+        dist.get_process_group_ranks(resolve_process_group(name))
+        for name in (group_name, other_name)
+    )
     return len({*own} & {*other}) > 1
 
 
 def is_live_group(group, name: str) -> bool:
-    """Return True if the process group of this name is still `group`: it was not destroyed, and its name not reused."""
+    """Return True if the process group of this name is still `group`: it was not destroyed, and its
+    name not reused."""
     try:
         return resolve_process_group(name) is group
     except (LookupError, RuntimeError, ValueError):
@@ -59,18 +66,25 @@ def is_live_group(group, name: str) -> bool:
 
 
 def canonical_chunk_size(vocab_size: int) -> int:
-    """Return the columns per chunk of whole-chunk shards: an eighth of the vocabulary padded to a multiple of 128."""
+    """Return the columns per chunk of whole-chunk shards: an eighth of the vocabulary padded to a
+    multiple of 128."""
     return -(-vocab_size // (CHUNKS * CHUNK_ALIGNMENT)) * CHUNK_ALIGNMENT
 
 
 def expect_group(group, name: str = "group"):
-    """Raise TypeError or ValueError unless it is a process group that this rank is a member of, or None."""
+    """Raise TypeError or ValueError unless it is a process group that this rank is a member of, or
+    None."""
     if group is None or isinstance(group, dist.ProcessGroup):
         return
     if type(group).__name__ == "DeviceMesh":
-        raise TypeError(f"{name} must be a process group, got a DeviceMesh: use VocabShard.from_mesh, or its get_group")
+        raise TypeError(
+            f"{name} must be a process group, got a DeviceMesh: use VocabShard.from_mesh, or its "
+            "get_group"
+        )
     if group is dist.GroupMember.NON_GROUP_MEMBER:  # what torch gives to ranks that are no members
-        raise ValueError(f"this rank must be a member of {name}, got torch's GroupMember.NON_GROUP_MEMBER")
+        raise ValueError(
+            f"this rank must be a member of {name}, got torch's GroupMember.NON_GROUP_MEMBER"
+        )
     raise TypeError(f"{name} must be a process group or None, got {group!r}")
 
 
@@ -80,11 +94,14 @@ def _expect_mesh(name: str, mesh):
 
 
 Mesh: TypeAlias = Annotated[Any, CheckedBy("a `torch.distributed.DeviceMesh`", _expect_mesh)]
-Group: TypeAlias = Annotated[Any, CheckedBy("a process group, or None", lambda name, x: expect_group(x, name))]
+Group: TypeAlias = Annotated[
+    Any, CheckedBy("a process group, or None", lambda name, x: expect_group(x, name))
+]
 
 
 def _rank_and_size(group) -> tuple[int, int]:
-    """Return (this rank in the group, size of the group), (0, 1) for None. ValueError if this rank is not a member."""
+    """Return (this rank in the group, size of the group), (0, 1) for None. ValueError if this rank
+    is not a member."""
     expect_group(group)
     return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
 
@@ -104,19 +121,23 @@ class ShardFacts(NamedTuple):
 @checked
 @dataclass(frozen=True)
 class VocabShard:
-    """The contiguous vocabulary ids ``[start, stop)`` of this rank; ids at or beyond ``vocab_size`` are padding.
+    """The contiguous vocabulary ids ``[start, stop)`` of this rank; ids at or beyond ``vocab_size``
+    are padding.
 
-    The shards of a group, in any rank order, must cover ``[0, vocab_size)`` once; uneven and empty shards are fine. A
-    token whose label has no owner, or two, becomes NaN on every rank. The constructor does not communicate, so a rank
-    does not know the other ranks' bounds, and results are deterministic but not bitwise equal across group sizes.
-    `from_group`, `from_mesh` and `from_boundaries` know every bound: results are bitwise equal if `tp_invariant`.
+    The shards of a group, in any rank order, must cover ``[0, vocab_size)`` once; uneven and empty
+    shards are fine. A token whose label has no owner, or two, becomes NaN on every rank. The
+    constructor does not communicate, so a rank does not know the other ranks' bounds, and results
+    are deterministic but not bitwise equal across group sizes. `from_group`, `from_mesh` and
+    `from_boundaries` know every bound: results are bitwise equal if `tp_invariant`.
 
     Args:
         vocab_size: V, the number of ids of the true vocabulary.
-        group: the one that shares the vocabulary. None: not sharded; no group is ever looked up implicitly.
+        group: the one that shares the vocabulary. None: not sharded; no group is ever looked up
+            implicitly.
 
     Attributes:
-        tp_invariant: every shard of the group is 8 / P whole chunks: results have the same bits at any such P.
+        tp_invariant: every shard of the group is 8 / P whole chunks: results have the same bits at
+            any such P.
         chunks: packets of statistics that this rank sends.
         chunk_size: columns of each.
         padded_size: rows of all shards together, if they are cut as by `from_group`, else None.
@@ -124,7 +145,9 @@ class VocabShard:
         group_name: the group's name in torch, "" for one rank.
 
     Examples:
-        >>> shard = VocabShard.from_group(None, vocab_size=50257, padded_size=50304)  # or a process group
+        >>> shard = VocabShard.from_group(
+        ...     None, vocab_size=50257, padded_size=50304
+        ... )  # or a process group
         >>> shard.start, shard.stop, shard.width, shard.valid_width, shard.tp_invariant
         (0, 50304, 50304, 50257, True)
     """
@@ -150,15 +173,19 @@ class VocabShard:
         world_size = _rank_and_size(self.group)[1]
         if world_size == 1 and (self.start > 0 or self.stop < self.vocab_size):
             raise ValueError(
-                f"one rank alone must own the whole vocabulary [0, {self.vocab_size}), got [{self.start}, {self.stop});"
-                " give the process group that owns the rest"
+                f"one rank alone must own the whole vocabulary [0, {self.vocab_size}), got "
+                f"[{self.start}, {self.stop}); give the process group that owns the rest"
             )
         fill = object.__setattr__  # frozen: the derived fields are written once, here
         if world_size > 1 and not torch.compiler.is_compiling():
             _shared_shards[id(self)] = self
         fill(self, "world_size", world_size)
         fill(self, "padded_size", self.stop if world_size == 1 else None)
-        fill(self, "group_name", "" if self.group is None or world_size == 1 else self.group.group_name)
+        fill(
+            self,
+            "group_name",
+            "" if self.group is None or world_size == 1 else self.group.group_name,
+        )
         self._set_chunks(whole=world_size == 1)
 
     def __deepcopy__(self, memo):
@@ -170,20 +197,24 @@ class VocabShard:
     def __getstate__(self):
         if self.group is not None:
             raise TypeError(
-                "a VocabShard holds a process group, which cannot be pickled, and so does a VocabParallelHead or "
-                "VocabParallelEmbedding: make shards anew in each process, and save the state_dict of modules"
+                "a VocabShard holds a process group, which cannot be pickled, and so does a "
+                "VocabParallelHead or VocabParallelEmbedding: make shards anew in each process, "
+                "and save the state_dict of modules"
             )
         return self.__dict__
 
     def expect_live_group(self):
-        """Raise ValueError if the process group was destroyed, even if another group has its name by now."""
+        """Raise ValueError if the process group was destroyed, even if another group has its name
+        by now."""
         if self.world_size > 1 and not is_live_group(self.group, self.group_name):
             raise ValueError(
-                f"the shard's process group {self.group_name!r} was destroyed: make a VocabShard of a group that exists"
+                f"the shard's process group {self.group_name!r} was destroyed: make a VocabShard "
+                "of a group that exists"
             )
 
     def expect_width(self, name: str, size: int, each: str):
-        """Raise ValueError, with a likely reason, unless a rank has as many columns, or rows, as ids."""
+        """Raise ValueError, with a likely reason, unless a rank has as many columns, or rows, as
+        ids."""
         if size == self.width:
             return
         total = size * self.world_size
@@ -192,25 +223,34 @@ class VocabShard:
         elif size > self.width and total >= self.vocab_size:
             why = f"a padded vocabulary? VocabShard.from_group(group, {self.vocab_size}, padded_size={total})"
         else:
-            group = "; if these are one rank's, make the shard with its group, after init_process_group"
+            group = (
+                "; if these are one rank's, make the shard with its group, after init_process_group"
+            )
             why = f"is vocab_size={self.vocab_size} right?{group if self.group is None else ''}"
         bounds = f"{self.width} {each} [{self.start}, {self.stop})"
         raise ValueError(f"{name} must have the shard's {bounds}, got {size} ({why})")
 
     def _set_chunks(self, whole: bool):
-        """Set the fields that depend on whether every shard of the group is made of whole chunks."""
+        """Set the fields that depend on whether every shard of the group is made of whole
+        chunks."""
         fill = object.__setattr__
         fill(self, "tp_invariant", whole)
         fill(self, "chunks", CHUNKS // self.world_size if whole else 1)
-        fill(self, "chunk_size", canonical_chunk_size(self.vocab_size) if whole else max(self.width, 1))
+        fill(
+            self,
+            "chunk_size",
+            canonical_chunk_size(self.vocab_size) if whole else max(self.width, 1),
+        )
         known = {name: getattr(self, name) for name in ShardFacts._fields}
         fill(self, "facts", ShardFacts(**known))
 
     @classmethod
     @checked
-    def from_group(cls, group: Group, vocab_size: Size, padded_size: Size | None = None) -> VocabShard:
-        """Return this rank's shard of ``ceil(padded_size / P)`` ids in group-rank order, cut as by `torch.chunk` and by
-        a DTensor's ``Shard``; the last shards may be shorter, or empty.
+    def from_group(
+        cls, group: Group, vocab_size: Size, padded_size: Size | None = None
+    ) -> VocabShard:
+        """Return this rank's shard of ``ceil(padded_size / P)`` ids in group-rank order, cut as by
+        `torch.chunk` and by a DTensor's ``Shard``; the last shards may be shorter, or empty.
 
         Args:
             vocab_size: V, the number of ids of the true vocabulary.
@@ -222,51 +262,73 @@ class VocabShard:
         """
         padded_size = int(vocab_size if padded_size is None else padded_size)
         if padded_size < vocab_size:
-            raise ValueError(f"padded_size must be at least vocab_size = {vocab_size}, got {padded_size}")
+            raise ValueError(
+                f"padded_size must be at least vocab_size = {vocab_size}, got {padded_size}"
+            )
         world_size = _rank_and_size(group)[1]
         step = -(-padded_size // world_size)
-        return cls.from_boundaries([min(r * step, padded_size) for r in range(world_size + 1)], vocab_size, group)
+        return cls.from_boundaries(
+            [min(r * step, padded_size) for r in range(world_size + 1)], vocab_size, group
+        )
 
     @classmethod
     @checked
     def from_mesh(
-        cls, mesh: Mesh, vocab_size: Size, dim: str | int | None = None, padded_size: Size | None = None
+        cls,
+        mesh: Mesh,
+        vocab_size: Size,
+        dim: str | int | None = None,
+        padded_size: Size | None = None,
     ) -> VocabShard:
         """Return `from_group` for the group of one dimension of a device mesh.
 
         Args:
             vocab_size, padded_size: as in `from_group`.
-            dim: name or number of the dimension that shards the vocabulary; a mesh of one dimension needs none.
+            dim: name or number of the dimension that shards the vocabulary; a mesh of one dimension
+                needs none.
         """
         if dim is None and mesh.ndim != 1:
-            raise ValueError(f"the mesh has dimensions {mesh.mesh_dim_names or mesh.ndim}: name the one that shards V")
+            raise ValueError(
+                f"the mesh has dimensions {mesh.mesh_dim_names or mesh.ndim}: name the one that "
+                "shards V"
+            )
         try:
             group = mesh.get_group(dim)
         except (KeyError, IndexError, RuntimeError, ValueError) as error:
             known = list(mesh.mesh_dim_names or range(mesh.ndim))
-            raise ValueError(f"dim must be a dimension of the mesh, {known}, got {dim!r}") from error
+            raise ValueError(
+                f"dim must be a dimension of the mesh, {known}, got {dim!r}"
+            ) from error
         return cls.from_group(group, vocab_size, padded_size)
 
     @classmethod
     @checked
     def from_boundaries(
-        cls, boundaries: Annotated[Sequence[int], TupleOf(IntLine(0))], vocab_size: Size, group: Group = None
+        cls,
+        boundaries: Annotated[Sequence[int], TupleOf(IntLine(0))],
+        vocab_size: Size,
+        group: Group = None,
     ) -> VocabShard:
         """Return this rank's shard where group rank r owns ``[boundaries[r], boundaries[r + 1])``.
 
         Args:
-            boundaries: P + 1 ascending ids from 0 to at least vocab_size, the same list on every rank.
+            boundaries: P + 1 ascending ids from 0 to at least vocab_size, the same list on every
+                rank.
             vocab_size, group: as in `from_group`.
         """
         rank, world_size = _rank_and_size(group)
         boundaries = [int(boundary) for boundary in boundaries]
-        ordered = len(boundaries) == world_size + 1 and all(a <= b for a, b in zip(boundaries, boundaries[1:]))
+        ordered = len(boundaries) == world_size + 1 and all(
+            a <= b for a, b in zip(boundaries, boundaries[1:])
+        )
         if not ordered or boundaries[0] != 0 or boundaries[-1] < vocab_size:
             raise ValueError(
-                f"boundaries must be {world_size + 1} ascending ids from 0 to at least {vocab_size}, got {boundaries}"
+                f"boundaries must be {world_size + 1} ascending ids from 0 to at least "
+                f"{vocab_size}, got {boundaries}"
             )
         whole = CHUNKS % world_size == 0 and all(
-            b == r * canonical_chunk_size(vocab_size) * CHUNKS // world_size for r, b in enumerate(boundaries[:-1])
+            b == r * canonical_chunk_size(vocab_size) * CHUNKS // world_size
+            for r, b in enumerate(boundaries[:-1])
         )
         shard = cls(boundaries[rank], boundaries[rank + 1], vocab_size, group)
         shard._set_chunks(whole)

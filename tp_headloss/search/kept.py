@@ -1,12 +1,14 @@
 """The ids that a `SamplingRule` keeps of each token, found exactly.
 
-Every rule keeps a prefix of a token's ids in the order (descending logit, ascending id). Each rank sends its largest
-logits, the candidates, and a floor: above the floors of all ranks the candidates are all that there is. The prefix of
-nearly every token ends there, and each rank finds the end by itself. Masses are integers, whose sums are exact.
+Every rule keeps a prefix of a token's ids in the order (descending logit, ascending id). Each rank
+sends its largest logits, the candidates, and a floor: above the floors of all ranks the candidates
+are all that there is. The prefix of nearly every token ends there, and each rank finds the end by
+itself. Masses are integers, whose sums are exact.
 
-The logits are read twice for this. First come the maxima of groups of columns: the n-th largest of them is a bound that
-at least n logits reach, and few more do, because neighbours are in different groups. Then come these logits and the
-mass of all. The logits of other tokens, those of a flat distribution, are gathered, some tokens at a time, and sorted.
+The logits are read twice for this. First come the maxima of groups of columns: the n-th largest of
+them is a bound that at least n logits reach, and few more do, because neighbours are in different
+groups. Then come these logits and the mass of all. The logits of other tokens, those of a flat
+distribution, are gathered, some tokens at a time, and sorted.
 """
 
 from collections.abc import Iterator
@@ -23,18 +25,25 @@ from ..ranks.shard import VocabShard
 from .keys import LOW, decode_keys, ordered_bits
 from .race import masses, race_of
 
-# Logits of a rank, if all had as many, in a block. On a CPU a block's temporaries are a dozen times as large. On a GPU
-# a call is a hundred small kernels per block and a few per tile, and those of a tile are a few times as large.
+# Logits of a rank, if all had as many, in a block. On a CPU a block's temporaries are a dozen times
+# as large. On a GPU a call is a hundred small kernels per block and a few per tile, and those of a
+# tile are a few times as large.
+# times as large.
 BLOCK_ELEMENTS, GPU_BLOCK_ELEMENTS, TILE_ELEMENTS = 1 << 21, 1 << 27, 1 << 25
 MOST_TOKENS = 2048  # of a block, for the candidates
-# Logits of the whole vocabulary that are gathered at a time, 16 MiB in fp32; temporaries are a dozen times as large.
+# Logits of the whole vocabulary that are gathered at a time, 16 MiB in fp32; temporaries are a
+# dozen times as large.
 FLAT_ELEMENTS = 1 << 22
-# Each rank sends at least so many of a token's logits: its part of CANDIDATES, but not fewer than FEWEST.
+# Each rank sends at least so many of a token's logits: its part of CANDIDATES, but not fewer than
+# FEWEST.
 CANDIDATES, FEWEST = 768, 256
 SPARE = 64
-GROUPS = 4096  # at least, of a rank's columns, so that few tokens occupy a whole GPU; and four for each candidate
+# at least, of a rank's columns, so that few tokens occupy a whole GPU; and four for each candidate
+GROUPS = 4096
 # the largest keys of logits of -inf and of inf
-BITS = ordered_bits(torch.tensor([-torch.inf, torch.inf], dtype=torch.float32, device="cpu")).tolist()
+BITS = ordered_bits(
+    torch.tensor([-torch.inf, torch.inf], dtype=torch.float32, device="cpu")
+).tolist()
 NOTHING, EVERYTHING = [(bits << 32) | LOW for bits in BITS]
 
 
@@ -76,11 +85,13 @@ def transformed_logits(request: Request, rows: slice | torch.Tensor) -> torch.Te
 
 
 def find_kept(request: Request, rule: SamplingRule) -> Iterator[Kept]:
-    """Yield what the rule (tensors [n]) keeps of each row; nothing of one with NaN, inf or -inf alone. Waits for a GPU.
+    """Yield what the rule (tensors [n]) keeps of each row; nothing of one with NaN, inf or -inf
+    alone. Waits for a GPU.
 
-    First comes a `Kept` of all rows, from one all-gather of the largest logits; with top_p, unless top_k is a number
-    below the vocabulary's size, from another one. It keeps nothing of the rows whose ids are not all among these. Those
-    follow, `FLAT_ELEMENTS` logits at a time, with an all-gather each, and one of a few bytes before the first.
+    First comes a `Kept` of all rows, from one all-gather of the largest logits; with top_p, unless
+    top_k is a number below the vocabulary's size, from another one. It keeps nothing of the rows
+    whose ids are not all among these. Those follow, `FLAT_ELEMENTS` logits at a time, with an
+    all-gather each, and one of a few bytes before the first.
     """
     shard = request.shard
     keys, floor, peak, total = _candidates(request, rule)
@@ -101,8 +112,9 @@ def find_kept(request: Request, rule: SamplingRule) -> Iterator[Kept]:
 
 
 def _kept_places(z, known, floor, peak, total, rule: SamplingRule, shard: VocabShard):
-    """bool [n, M], which of the logits z [n, M], descending, the rule keeps, if it keeps nothing but the `known` ones;
-    and bool [n, 1], whether it does. floor, peak, total: as `_candidates` returns them."""
+    """bool [n, M], which of the logits z [n, M], descending, the rule keeps, if it keeps nothing
+    but the `known` ones; and bool [n, 1], whether it does. floor, peak, total: as `_candidates`
+    returns them."""
     whole = (floor == NOTHING) | ~peak.isfinite()
     kept, drop, lowest = known & peak.isfinite(), z.double() - peak, _lowest(rule, peak)
     if lowest is not None:
@@ -119,33 +131,38 @@ def _kept_places(z, known, floor, peak, total, rule: SamplingRule, shard: VocabS
         total = reached[:, -1:] if total is None else torch.where(whole, reached[:, -1:], total)
         # the mass at which top-p ends
         target = torch.where(p >= 1, total, (p.nan_to_num(0.0) * total.double()).ceil().long())
-        is_everything = True if rule.top_k is None else k >= shard.vocab_size  # what top-p chooses from
+        # what top-p chooses from
+        is_everything = True if rule.top_k is None else k >= shard.vocab_size
         whole = whole | ((reached[:, -1:] >= target) & ~(p >= 1) & is_everything)
         size = size.minimum((reached - mass < target).sum(1, keepdim=True))
     return place < size, whole
 
 
 def _gathered_logits(request: Request, rows: torch.Tensor, bounds: list[list[int]]) -> torch.Tensor:
-    """Logits [n, V] fp32 of some rows, of which each rank has those of its start and width; one all-gather."""
+    """Logits [n, V] fp32 of some rows, of which each rank has those of its start and width; one
+    all-gather."""
     own = transformed_logits(request, rows)
     own = pad(own, (0, max(width for _, width in bounds) - own.shape[1]))
     parts = zip(bounds, gather_from_ranks(own, request.shard.group))
     in_order = sorted(parts, key=lambda part: part[0])
-    return torch.cat([part[:, :width] for (_, width), part in in_order], 1).float() + 0.0  # -0.0 is 0.0
+    # -0.0 is 0.0
+    return torch.cat([part[:, :width] for (_, width), part in in_order], 1).float() + 0.0
 
 
 def _candidates(request: Request, rule: SamplingRule):
     """Keys [n, M] of the largest logits of all ranks, descending, and, for each token [n, 1]:
 
-    a key, so that all logits above -inf with a larger one are among them; the peak, fp32, inf where a logit is NaN; and
-    for top-p the mass of all ids that min-p keeps, or None. One all-gather, and before it for such a mass another one.
+    a key, so that all logits above -inf with a larger one are among them; the peak, fp32, inf where
+    a logit is NaN; and for top-p the mass of all ids that min-p keeps, or None. One all-gather, and
+    before it for such a mass another one.
     """
     shard, backend, parts = request.shard, race_of(request.facts.backend), tiles(request)
     count = min(shard.vocab_size, max(FEWEST, CANDIDATES // shard.world_size))
     is_short = isinstance(rule.top_k, int) and rule.top_k < shard.vocab_size
     if isinstance(rule.top_k, int):
         count = min(count, rule.top_k)
-    most = count + count // 2 + SPARE  # for logits that equal the least one, or share a group with a larger one
+    # for logits that equal the least one, or share a group with a larger one
+    most = count + count // 2 + SPARE
     peak, bound = _peak_and_bound(request, count, most)
     with_mass = rule.top_p is not None and not is_short
     if with_mass:
@@ -156,11 +173,17 @@ def _candidates(request: Request, rule: SamplingRule):
     found = []
     for at in parts:
         masses_of = (peak[at], lowest[at], _unit(shard)) if with_mass else ()
-        found.append(backend.largest_logits(transformed_logits(request, at), bound[at], most, shard.start, *masses_of))
+        found.append(
+            backend.largest_logits(
+                transformed_logits(request, at), bound[at], most, shard.start, *masses_of
+            )
+        )
     keys, size = (torch.cat(part) for part in list(zip(*found))[:2])
     mass = torch.cat([mass for *_, mass in found]) if with_mass else torch.zeros_like(size)
     # below all keys of the bound; above all keys where any were left out
-    floor = ((ordered_bits(bound) << 32) - 1).clamp(min=NOTHING).masked_fill(size > most, EVERYTHING)
+    floor = (
+        ((ordered_bits(bound) << 32) - 1).clamp(min=NOTHING).masked_fill(size > most, EVERYTHING)
+    )
     own = torch.cat([torch.stack([floor, peak.view(torch.int32).long(), mass], 1), keys], 1)
     received = gather_from_ranks(own, shard.group)
     floor, peaks, mass = received[:, :, :3].unbind(2)
@@ -170,10 +193,13 @@ def _candidates(request: Request, rule: SamplingRule):
 
 
 def _peak_and_bound(request: Request, count: int, most: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest logit [n] of this rank, and a bound [n] that at least `count` reach: -inf for at most `most`."""
+    """The largest logit [n] of this rank, and a bound [n] that at least `count` reach: -inf for at
+    most `most`."""
     width, backend = request.facts.valid_width, race_of(request.facts.backend)
     groups = min(max(GROUPS, 4 * count), max(1, width))
-    maxima = torch.cat([backend.group_maxima(transformed_logits(request, at), groups) for at in tiles(request)])
+    maxima = torch.cat(
+        [backend.group_maxima(transformed_logits(request, at), groups) for at in tiles(request)]
+    )
     if width <= most:
         return maxima.amax(1), maxima.new_full(maxima.shape[:1], -torch.inf)
     largest = maxima.topk(count, sorted=False).values
@@ -198,22 +224,28 @@ def _unit(shard: VocabShard) -> float:
 
 
 def ids_and_counts(kept: Kept) -> tuple[torch.Tensor, torch.Tensor]:
-    """Kept ids [all] int32 of one token after the other, ascending, and their counts [n]. Waits for a GPU."""
+    """Kept ids [all] int32 of one token after the other, ascending, and their counts [n]. Waits for
+    a GPU."""
     inside = kept.z > -torch.inf
     row, place = inside.nonzero(as_tuple=True)
     return (((row << 32) + kept.ids[row, place]).sort().values & LOW).int(), inside.sum(1)
 
 
 def join_tokens(parts) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids [all] of one token after the other and their counts [n], from (tokens [m], ids, counts [m]) of some tokens
-    each; the first part has all tokens, and a token has ids in one part."""
+    """Ids [all] of one token after the other and their counts [n], from (tokens [m], ids, counts
+    [m]) of some tokens each; the first part has all tokens, and a token has ids in one part."""
     if len(parts) == 1:
         return parts[0][1:]
     sizes = torch.zeros_like(parts[0][0])
     for tokens, _, counts in parts:
         sizes[tokens] += counts
-    begin, out = sizes.cumsum(0) - sizes, parts[0][1].new_empty(sum(len(ids) for _, ids, _ in parts))
+    begin, out = (
+        sizes.cumsum(0) - sizes,
+        parts[0][1].new_empty(sum(len(ids) for _, ids, _ in parts)),
+    )
     for tokens, ids, counts in parts:
-        moved = (begin[tokens] + counts - counts.cumsum(0)).repeat_interleave(counts, output_size=len(ids))
+        moved = (begin[tokens] + counts - counts.cumsum(0)).repeat_interleave(
+            counts, output_size=len(ids)
+        )
         out[moved + torch.arange(len(ids), device=ids.device)] = ids
     return out, sizes

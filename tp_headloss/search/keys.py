@@ -1,4 +1,5 @@
-"""64-bit keys that sort by logit, then by id: the larger logit has the larger key, and of equal ones the lower id."""
+"""64-bit keys that sort by logit, then by id: the larger logit has the larger key, and of equal
+ones the lower id."""
 
 import torch
 
@@ -13,7 +14,8 @@ def ordered_bits(z: torch.Tensor) -> torch.Tensor:
 
 
 def keys_of(z: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """int64 keys of logits z, fp32, and ids in [0, 2^32), of one shape; no two are equal unless the ids are."""
+    """int64 keys of logits z, fp32, and ids in [0, 2^32), of one shape; no two are equal unless the
+    ids are."""
     return (ordered_bits(z) << 32) | (LOW - ids)
 
 

@@ -1,4 +1,5 @@
-"""Random numbers that are a function of (seed, counter), so that any rank can make those of its own columns."""
+"""Random numbers that are a function of (seed, counter), so that any rank can make those of its own
+columns."""
 
 import torch
 
@@ -6,11 +7,13 @@ ROUNDS = 10
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 WEYL = 0x9E3779B9, 0xBB67AE85  # added to the key after each round
 WORD = 0xFFFFFFFF
-CPU_PIECE = 1 << 15  # elements whose temporaries stay in a core's cache: 6 times faster there than 2^20 at once
+# elements whose temporaries stay in a core's cache: 6 times faster there than 2^20 at once
+CPU_PIECE = 1 << 15
 
 
 def philox4x32(counter: tuple[torch.Tensor, ...], key: tuple[int, int]) -> tuple[torch.Tensor, ...]:
-    """Philox4x32-10 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011): four words of 32 bits.
+    """Philox4x32-10 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011): four
+    words of 32 bits.
 
     Args:
         counter: four words in [0, 2^32), int64 tensors of one shape.
@@ -29,14 +32,17 @@ def philox4x32(counter: tuple[torch.Tensor, ...], key: tuple[int, int]) -> tuple
 def exponential(seed: int, positions: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Standard exponential variates in float64, each a function of (seed, position, id) alone.
 
-    They have 52 random bits, fine enough near 0 for the rarest ids. The key is the seed, low word first, and the
-    counter the words (position low, position high, id, 0).
+    They have 52 random bits, fine enough near 0 for the rarest ids. The key is the seed, low word
+    first, and the counter the words (position low, position high, id, 0).
 
     Args:
         seed: in [0, 2^64).
         positions, ids: int64 [n]; ids in [0, 2^32).
     """
-    key, piece = (seed & WORD, seed >> 32), CPU_PIECE if ids.device.type == "cpu" else max(1, len(ids))
+    key, piece = (
+        (seed & WORD, seed >> 32),
+        CPU_PIECE if ids.device.type == "cpu" else max(1, len(ids)),
+    )
     parts = [
         _exponential(key, (position & WORD, position >> 32 & WORD, id_, torch.zeros_like(id_)))
         for position, id_ in zip(positions.split(piece), ids.split(piece))

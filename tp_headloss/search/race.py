@@ -1,4 +1,5 @@
-"""Reductions of sampling over all columns, in plain torch: the definition of what the kernels of `race_triton` do."""
+"""Reductions of sampling over all columns, in plain torch: the definition of what the kernels of
+`race_triton` do."""
 
 import importlib
 
@@ -16,17 +17,20 @@ def race_of(backend: str):
 
 
 def with_column(x: torch.Tensor, value) -> torch.Tensor:
-    """x [n, w] with a last column of the value. (torch's pad takes it through a float, which not all int64 fit.)"""
+    """x [n, w] with a last column of the value. (torch's pad takes it through a float, which not
+    all int64 fit.)"""
     return torch.cat([x, x.new_full((len(x), 1), value)], 1)
 
 
 def best_scores(z, positions, seed: int, start: int, ids=None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Race of a token's columns: z [n, w] -> the largest z - log(variate) [n] float64, and the lowest id [n] of it.
+    """Race of a token's columns: z [n, w] -> the largest z - log(variate) [n] float64, and the
+    lowest id [n] of it.
 
     The score is inf where a logit is NaN or +inf, and -inf where all are -inf.
 
     Args:
-        positions: [n] int64. The variate of a column is that of (seed, position, id), see `philox.exponential`.
+        positions: [n] int64. The variate of a column is that of (seed, position, id), see
+            `philox.exponential`.
         ids: [n, w] int64, or None for the ids from `start` on.
     """
     if ids is None:
@@ -36,18 +40,21 @@ def best_scores(z, positions, seed: int, start: int, ids=None) -> tuple[torch.Te
     variate = exponential(seed, positions[row], ids[row, column])
     score = torch.full_like(z, -torch.inf, dtype=torch.float64)
     score[row, column] = (z[row, column].double() - variate.log()).nan_to_num(torch.inf, torch.inf)
-    score, ids = with_column(score, -torch.inf), with_column(ids, LAST)  # for shards without columns
+    # for shards without columns
+    score, ids = with_column(score, -torch.inf), with_column(ids, LAST)
     best = score.amax(1)
     return best, torch.where(score == best[:, None], ids, LAST).amin(1)
 
 
 def masses(drop, unit: float) -> torch.Tensor:
-    """exp(drop) in units of 1 / unit, int64; rounded up, so that no id above -inf has a mass of 0."""
+    """exp(drop) in units of 1 / unit, int64; rounded up, so that no id above -inf has a mass of
+    0."""
     return (drop.exp() * unit).ceil().clamp(min=1).long()
 
 
 def group_maxima(z, groups: int) -> torch.Tensor:
-    """The largest logit [n, groups] fp32 of every groups-th column of z [n, w] from each of the first ones on.
+    """The largest logit [n, groups] fp32 of every groups-th column of z [n, w] from each of the
+    first ones on.
 
     inf where one is NaN, -inf for groups without columns.
     """
@@ -57,18 +64,26 @@ def group_maxima(z, groups: int) -> torch.Tensor:
 
 
 def largest_logits(z, bound, most: int, start: int, peak=None, lowest=None, unit: float = 0.0):
-    """Keys [n, most] of logits z [n, w] at least `bound` [n] fp32, above -inf, in any order, then `NO_KEY`; NaN is inf.
+    """Keys [n, most] of logits z [n, w] at least `bound` [n] fp32, above -inf, in any order, then
+    `NO_KEY`; NaN is inf.
 
-    Also their number [n], which may be larger than `most`: then any are left out. And with a peak [n] fp32 the sum [n]
-    int64 of the masses of columns above -inf and at least `lowest` [n] float64 above a finite peak; else None.
+    Also their number [n], which may be larger than `most`: then any are left out. And with a peak
+    [n] fp32 the sum [n] int64 of the masses of columns above -inf and at least `lowest` [n] float64
+    above a finite peak; else None.
 
     Args:
         start: id of the first column.
     """
     z = torch.where(z.isnan(), torch.inf, z.float())
     found = (z >= bound[:, None]) & (z > -torch.inf)
-    keys = torch.where(found, keys_of(z, torch.arange(start, start + z.shape[1], device=z.device)), NO_KEY)
-    keys = torch.nn.functional.pad(keys, (0, max(0, most - z.shape[1])), value=NO_KEY).topk(most).values
+    keys = torch.where(
+        found, keys_of(z, torch.arange(start, start + z.shape[1], device=z.device)), NO_KEY
+    )
+    keys = (
+        torch.nn.functional.pad(keys, (0, max(0, most - z.shape[1])), value=NO_KEY)
+        .topk(most)
+        .values
+    )
     if peak is None:
         return keys, found.sum(1), None
     assert lowest is not None

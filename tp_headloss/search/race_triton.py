@@ -1,6 +1,7 @@
 """The kernels of sampling, and how they are launched; their definition in plain torch is `race`.
 
-z: transformed logits of any type, rows contiguous; a program has a part of a row, so that few rows occupy a whole GPU.
+z: transformed logits of any type, rows contiguous; a program has a part of a row, so that few rows
+occupy a whole GPU.
 """
 
 import torch
@@ -22,13 +23,18 @@ def race_kernel(
     z_ptr,  # [T, W]
     ids_ptr,  # [T, W] int64, contiguous, or None for the ids from `start` on
     positions_ptr,  # [T] int64
-    seed: tl.uint64, start, n_rows, row_stride, width, step,
+    seed: tl.uint64,
+    start,
+    n_rows,
+    row_stride,
+    width,
+    step,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """One program: the largest z - log(variate) of `step` columns of a row.
 
-    variate = -log(1 - u) >= u, so that z - log(u) is no less than the score. Tiles in which this fp32 bound is below
-    the best score so far, nearly all of them, need no logarithms in float64.
+    variate = -log(1 - u) >= u, so that z - log(u) is no less than the score. Tiles in which this
+    fp32 bound is below the best score so far, nearly all of them, need no logarithms in float64.
     """
     row = (tl.program_id(0) % n_rows).to(tl.int64)
     begin = tl.program_id(0) // n_rows * step
@@ -40,13 +46,18 @@ def race_kernel(
     bound = -float("inf")
     for first in range(begin, end, BLOCK):
         columns = first + tl.arange(0, BLOCK)
-        z = tl.load(z_ptr + row * row_stride + columns, mask=columns < end, other=-float("inf")).to(tl.float32)
+        z = tl.load(z_ptr + row * row_stride + columns, mask=columns < end, other=-float("inf")).to(
+            tl.float32
+        )
         if ids_ptr is None:
             ids = (start + columns).to(tl.int64)
         else:
             ids = tl.load(ids_ptr + row * width + columns, mask=columns < end, other=0)
-        high, low, _, _ = tl.philox(seed, position_low, position_high, ids.to(tl.uint32), position_low * 0)
-        reach = z + (1e-4 - tl.log(high.to(tl.float32) * 2.0**-32))  # 1e-4: far more than rounding takes away
+        high, low, _, _ = tl.philox(
+            seed, position_low, position_high, ids.to(tl.uint32), position_low * 0
+        )
+        # 1e-4: far more than rounding takes away
+        reach = z + (1e-4 - tl.log(high.to(tl.float32) * 2.0**-32))
         if tl.max((reach < bound).to(tl.int32) ^ 1, axis=0) > 0:
             bits = (high.to(tl.int64) << 20) | (low.to(tl.int64) >> 12)
             uniform = (bits.to(tl.float64) + 0.5) * 2.0**-52
@@ -64,9 +75,12 @@ def race_kernel(
 def maxima_kernel(
     maxima_ptr,  # [T, G] fp32 out
     z_ptr,  # [T, W]
-    n_rows, row_stride, width, groups,
+    n_rows,
+    row_stride,
+    width,
+    groups,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """One program: the largest logits of BLOCK of a row's groups, inf for NaN."""
     row = (tl.program_id(0) % n_rows).to(tl.int64)
     group = tl.program_id(0) // n_rows * BLOCK + tl.arange(0, BLOCK)
@@ -74,7 +88,9 @@ def maxima_kernel(
     for first in range(0, width, groups):
         columns = first + group
         here = (group < groups) & (columns < width)
-        z = tl.load(z_ptr + row * row_stride + columns, mask=here, other=-float("inf")).to(tl.float32)
+        z = tl.load(z_ptr + row * row_stride + columns, mask=here, other=-float("inf")).to(
+            tl.float32
+        )
         largest = tl.maximum(largest, tl.where(z == z, z, float("inf")))
     tl.store(maxima_ptr + row * groups + group, largest, mask=group < groups)
 
@@ -88,10 +104,17 @@ def largest_kernel(
     bound_ptr,  # [T] fp32
     peak_ptr,  # [T] fp32, or None: no masses
     lowest_ptr,  # [T] float64
-    unit, start, n_rows, row_stride, width, step, most,
+    unit,
+    start,
+    n_rows,
+    row_stride,
+    width,
+    step,
+    most,
     BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One program: the keys of the large logits among `step` columns of a row, and the sum of its masses."""
+):
+    """One program: the keys of the large logits among `step` columns of a row, and the sum of its
+    masses."""
     row = (tl.program_id(0) % n_rows).to(tl.int64)
     begin = tl.program_id(0) // n_rows * step
     end = tl.minimum(begin + step, width)
@@ -99,7 +122,9 @@ def largest_kernel(
     total = tl.zeros([BLOCK], tl.int64)
     for first in range(begin, end, BLOCK):
         columns = first + tl.arange(0, BLOCK)
-        z = tl.load(z_ptr + row * row_stride + columns, mask=columns < end, other=-float("inf")).to(tl.float32)
+        z = tl.load(z_ptr + row * row_stride + columns, mask=columns < end, other=-float("inf")).to(
+            tl.float32
+        )
         z = tl.where(z == z, z, float("inf"))
         found = ((z >= bound) & (z > -float("inf"))).to(tl.int32)
         size = tl.sum(found, axis=0)
@@ -135,15 +160,28 @@ def best_scores(z, positions, seed: int, start: int, ids=None):
     z, (n_rows, width) = _with_rows(z), z.shape
     positions, ids = positions.contiguous(), ids if ids is None else ids.contiguous()
     if z.numel() == 0:
-        return z.new_full((n_rows,), -torch.inf, dtype=torch.float64), positions.new_full((n_rows,), LAST.value)
+        return z.new_full((n_rows,), -torch.inf, dtype=torch.float64), positions.new_full(
+            (n_rows,), LAST.value
+        )
     parts, step = _parts(n_rows, width, RACE.block)
     best = z.new_empty((parts, n_rows), dtype=torch.float64)
     winner = positions.new_empty((parts, n_rows))
     sizes = z.stride(0), width, step
     launch(
-        race_kernel, parts * n_rows, (z.device, *map(pointer_key, (z, ids)), *map(int_key, sizes)), RACE,
-        best, winner, z, ids, positions, seed, start, n_rows, *sizes,
-    )  # fmt: skip
+        race_kernel,
+        parts * n_rows,
+        (z.device, *map(pointer_key, (z, ids)), *map(int_key, sizes)),
+        RACE,
+        best,
+        winner,
+        z,
+        ids,
+        positions,
+        seed,
+        start,
+        n_rows,
+        *sizes,
+    )
     if parts == 1:
         return best[0], winner[0]
     top = best.amax(0)
@@ -157,14 +195,21 @@ def group_maxima(z, groups: int) -> torch.Tensor:
     if z.numel():
         sizes = z.stride(0), width, groups
         launch(
-            maxima_kernel, n_rows * ceil_div(groups, MAXIMA.block), (z.device, pointer_key(z), *map(int_key, sizes)),
-            MAXIMA, maxima, z, n_rows, *sizes,
-        )  # fmt: skip
+            maxima_kernel,
+            n_rows * ceil_div(groups, MAXIMA.block),
+            (z.device, pointer_key(z), *map(int_key, sizes)),
+            MAXIMA,
+            maxima,
+            z,
+            n_rows,
+            *sizes,
+        )
     return maxima
 
 
 def largest_logits(z, bound, most: int, start: int, peak=None, lowest=None, unit: float = 0.0):
-    """Keys of the logits at or above a bound, their number, and masses, see `race.largest_logits`."""
+    """Keys of the logits at or above a bound, their number, and masses, see
+    `race.largest_logits`."""
     z, (n_rows, width) = _with_rows(z), z.shape
     keys = bound.new_full((n_rows, most), NO_KEY, dtype=torch.int64)
     count, mass = (bound.new_zeros(n_rows, dtype=torch.int64) for _ in range(2))
@@ -172,7 +217,20 @@ def largest_logits(z, bound, most: int, start: int, peak=None, lowest=None, unit
         parts, step = _parts(n_rows, width, LARGEST.block)
         sizes = z.stride(0), width, step, most
         launch(
-            largest_kernel, parts * n_rows, (z.device, peak is None, pointer_key(z), *map(int_key, sizes)), LARGEST,
-            keys, count, mass, z, bound, peak, lowest, unit, start, n_rows, *sizes,
-        )  # fmt: skip
+            largest_kernel,
+            parts * n_rows,
+            (z.device, peak is None, pointer_key(z), *map(int_key, sizes)),
+            LARGEST,
+            keys,
+            count,
+            mass,
+            z,
+            bound,
+            peak,
+            lowest,
+            unit,
+            start,
+            n_rows,
+            *sizes,
+        )
     return keys, count, None if peak is None else mass

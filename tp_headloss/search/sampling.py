@@ -25,7 +25,14 @@ from ..ranks.shard import VocabShard
 from ..spec import IntLine, Labels, Logits, Rows, described, lines_within, sizes_of
 from ..statistics import MaybeNone, documented_fields
 from ..statistics.sets import spans_of
-from .kept import find_kept, ids_and_counts, join_tokens, tiles, tokens_per_block, transformed_logits
+from .kept import (
+    find_kept,
+    ids_and_counts,
+    join_tokens,
+    tiles,
+    tokens_per_block,
+    transformed_logits,
+)
 from .race import LAST, race_of
 from .topk import local_operands, token_blocks
 
@@ -37,9 +44,12 @@ class Sample(NamedTuple):
     """A sampled id per token [..] with its log-probs; equal bits on every rank.
 
     Attributes:
-        ids: [..] int64 global ids, -1 where a token has NaN or +inf in its logits, or nothing above -inf.
-        log_probs: [..] fp32, of the distribution that was sampled: over the ids that the rule kept. NaN where -1.
-        full_log_probs: [..] fp32, over the whole vocabulary; equal to log_probs without a rule. NaN where -1.
+        ids: [..] int64 global ids, -1 where a token has NaN or +inf in its logits, or nothing above
+            -inf.
+        log_probs: [..] fp32, of the distribution that was sampled: over the ids that the rule kept.
+            NaN where -1.
+        full_log_probs: [..] fp32, over the whole vocabulary; equal to log_probs without a rule. NaN
+            where -1.
         sets: `IdSets` that the rule kept, empty where -1; None without a rule.
 
     Examples:
@@ -67,31 +77,41 @@ def kept_ids(
     transform: Transform | None = None,
     options: Options | None = None,
 ) -> IdSets:
-    """The ids that a sampler with this rule keeps of each token: logits [.., width] sharded on V -> sets, replicated.
+    """The ids that a sampler with this rule keeps of each token: logits [.., width] sharded on V ->
+    sets, replicated.
 
-    The sets are exact, ids ascending in int32, equal on every rank and, from equal logits, at every group size and cut.
-    A token with NaN or +inf in its logits, or nothing above -inf, has an empty set. Waits for a GPU.
+    The sets are exact, ids ascending in int32, equal on every rank and, from equal logits, at every
+    group size and cut. A token with NaN or +inf in its logits, or nothing above -inf, has an empty
+    set. Waits for a GPU.
 
-    Blocks of tokens bound the memory. For a block each rank reads its logits twice, and the ranks gather their largest
-    ones, 8 bytes each: per token the 768 largest of all ranks, and at least 256 of a rank (or k, if top_k is a number k
-    for which that is less), with room for half as many and 64 more, for those that are equal. With top_p, but for such
-    a k, they gather another number per token. That is all for a token whose set is among these logits.
-    Larger sets, as those of flat distributions, take all logits of their tokens, gathered 2^22 at a time and sorted.
+    Blocks of tokens bound the memory. For a block each rank reads its logits twice, and the ranks
+    gather their largest ones, 8 bytes each: per token the 768 largest of all ranks, and at least
+    256 of a rank (or k, if top_k is a number k for which that is less), with room for half as many
+    and 64 more, for those that are equal. With top_p, but for such a k, they gather another number
+    per token. That is all for a token whose set is among these logits. Larger sets, as those of
+    flat distributions, take all logits of their tokens, gathered 2^22 at a time and sorted.
 
     Args:
-        logits: as in `vocab_statistics`; hidden states [.., H] with a ``weight``; or a `TeacherHead`, which has both.
+        logits: as in `vocab_statistics`; hidden states [.., H] with a ``weight``; or a
+            `TeacherHead`, which has both.
         rule: `SamplingRule`, of numbers or of tensors [..] on the logits' device.
-        weight: [width, H] of this rank; logits are made (as by torch.nn.functional.linear) by blocks of tokens.
-        shard, transform, options: as in `vocab_statistics`; the transform has the temperature, and a weight's bias.
+        weight: [width, H] of this rank; logits are made (as by torch.nn.functional.linear) by
+            blocks of tokens.
+        shard, transform, options: as in `vocab_statistics`; the transform has the temperature, and
+            a weight's bias.
 
     Returns:
-        `IdSets` of tokens [..], bounds in flat ids as those of `IdSets.from_csr`, on the logits' device.
+        `IdSets` of tokens [..], bounds in flat ids as those of `IdSets.from_csr`, on the logits'
+        device.
 
     Raises:
-        TypeError, ValueError: those of `vocab_statistics`, and a rule whose tensors do not fit the tokens.
+        TypeError, ValueError: those of `vocab_statistics`, and a rule whose tensors do not fit the
+            tokens.
 
     Examples:
-        >>> kept_ids(torch.tensor([[2.0, 1.0, 0.0, -9.0]]), SamplingRule(top_p=0.9)).ids  # 0.67 + 0.24 reach 0.9
+        >>> kept_ids(
+        ...     torch.tensor([[2.0, 1.0, 0.0, -9.0]]), SamplingRule(top_p=0.9)
+        ... ).ids  # 0.67 + 0.24 reach 0.9
         tensor([0, 1], dtype=torch.int32)
     """
     found, lead = [], torch.Size()
@@ -117,11 +137,12 @@ def sample(
 ) -> Sample:
     """Sample an id per token: logits [.., width] sharded on V -> `Sample`, replicated.
 
-    The largest logit plus Gumbel noise among the ids that the rule keeps. The noise of an id is a function of (seed,
-    position, id), Philox4x32-10 of Salmon et al. (SC 2011), so that equal logits give equal ids at every group size, in
-    every batch and in every order of calls. Log-probs are those of `vocab_statistics`, with its collective. Without a
-    rule each rank draws the noise of its own columns, and one small exchange finds the winner. With one, exchanges are
-    those of `kept_ids`. Memory, odd rows and errors are those of `kept_ids`.
+    The largest logit plus Gumbel noise among the ids that the rule keeps. The noise of an id is a
+    function of (seed, position, id), Philox4x32-10 of Salmon et al. (SC 2011), so that equal logits
+    give equal ids at every group size, in every batch and in every order of calls. Log-probs are
+    those of `vocab_statistics`, with its collective. Without a rule each rank draws the noise of
+    its own columns, and one small exchange finds the winner. With one, exchanges are those of
+    `kept_ids`. Memory, odd rows and errors are those of `kept_ids`.
 
     Args:
         positions: of any value, replicated, a number that no other draw with this seed
@@ -130,7 +151,8 @@ def sample(
         logits, weight, shard, transform, options: as in `kept_ids`.
 
     Raises:
-        TypeError, ValueError: those of `kept_ids`, and a seed or positions of another type, shape or range.
+        TypeError, ValueError: those of `kept_ids`, and a seed or positions of another type, shape
+            or range.
 
     Examples:
         >>> logits, positions = torch.tensor([[2.0, 1.0, 0.0, -9.0]]).expand(3, 4), torch.arange(3)
@@ -138,7 +160,9 @@ def sample(
         tensor([2, 0, 0])
     """
     ids, log_probs, full, found, lead = [], [], [], [], torch.Size()
-    for block in _blocks(sample, logits, rule, weight, shard, transform, options, seed=seed, positions=positions):
+    for block in _blocks(
+        sample, logits, rule, weight, shard, transform, options, seed=seed, positions=positions
+    ):
         lead = block.lead
         want: tuple[str, ...] = ()
         sets = None
@@ -149,14 +173,23 @@ def sample(
             ids.append(drawn)
             found.append(kept)
             want, sets = ("set_log_prob",), _joined_sets([kept], drawn.shape)
-        inner = replace(options or DEFAULTS, validate="metadata")  # the call was compared as a whole
+        # the call was compared as a whole
+        inner = replace(options or DEFAULTS, validate="metadata")
         stats = vocab_statistics(
-            block.logits, ids[-1], shard=block.shard, want=want, transform=block.transform, sets=sets, options=inner
+            block.logits,
+            ids[-1],
+            shard=block.shard,
+            want=want,
+            transform=block.transform,
+            sets=sets,
+            options=inner,
         )
         full.append(stats.log_prob)
         log_probs.append(stats.log_prob if rule is None else stats.set_log_prob)
     sets = None if rule is None else _joined_sets(found, lead)
-    return Sample(torch.cat(ids).view(lead), torch.cat(log_probs).view(lead), torch.cat(full).view(lead), sets)
+    return Sample(
+        torch.cat(ids).view(lead), torch.cat(log_probs).view(lead), torch.cat(full).view(lead), sets
+    )
 
 
 class _Block(NamedTuple):
@@ -172,7 +205,8 @@ class _Block(NamedTuple):
 
 
 def _blocks(function, logits, rule, weight, shard, transform, options, **draw) -> Iterator[_Block]:
-    """Check a call, then yield its blocks of tokens, the same ones on every rank. draw: seed and positions, if any."""
+    """Check a call, then yield its blocks of tokens, the same ones on every rank. draw: seed and
+    positions, if any."""
     options = Given.checked(None, None, None, (), transform, options).options
     tokens = logits.hidden if isinstance(logits, TeacherHead) else logits
     with Agreement(options, shard) as agreement:
@@ -180,7 +214,15 @@ def _blocks(function, logits, rule, weight, shard, transform, options, **draw) -
         rule = local_part(rule, shard, tokens=tokens)
         draw = {name: local_part(x, shard, tokens=tokens) for name, x in draw.items()}
         sharded = {"logits": states} if weight is None else {"hidden": states, "weight": weight}
-        agreement.record(function.__name__, shard, rule=rule, transform=transform, options=options, **draw, **sharded)
+        agreement.record(
+            function.__name__,
+            shard,
+            rule=rule,
+            transform=transform,
+            options=options,
+            **draw,
+            **sharded,
+        )
         lead = states.shape[:-1]
         sizes = sizes_of("logits", states, lead)
         for name, x in {"rule": rule, **draw}.items():
@@ -201,8 +243,11 @@ def _request(logits, transform, shard, options) -> Request:
     return build_request(Given(logits, shard=shard, transform=transform, options=options))
 
 
-def _kept(block: _Block, seed: int | None = None) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-    """Sampled ids [n], -1 without a seed or a kept id, and what the rule keeps: ids [all] and counts [n]."""
+def _kept(
+    block: _Block, seed: int | None = None
+) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """Sampled ids [n], -1 without a seed or a kept id, and what the rule keeps: ids [all] and
+    counts [n]."""
     assert block.rule is not None
     race = race_of(block.request.facts.backend).best_scores
     drawn, parts = torch.full((len(block.logits),), -1, device=block.logits.device), []
@@ -215,12 +260,18 @@ def _kept(block: _Block, seed: int | None = None) -> tuple[torch.Tensor, tuple[t
 
 
 def _draw(block: _Block, seed: int) -> torch.Tensor:
-    """Sampled ids [n]: the id of largest z - log(exponential variate); -1 without any. One small all-gather."""
+    """Sampled ids [n]: the id of largest z - log(exponential variate); -1 without any. One small
+    all-gather."""
     request, positions, start = block.request, block.positions, block.shard.start
     race = race_of(request.facts.backend).best_scores
-    drawn = [race(transformed_logits(request, rows), positions[rows], seed, start) for rows in tiles(request)]
+    drawn = [
+        race(transformed_logits(request, rows), positions[rows], seed, start)
+        for rows in tiles(request)
+    ]
     best, ids = map(torch.cat, zip(*drawn))  # of this rank
-    scores, ids = gather_from_ranks(torch.stack([best.view(torch.int64), ids]), block.shard.group).unbind(1)
+    scores, ids = gather_from_ranks(
+        torch.stack([best.view(torch.int64), ids]), block.shard.group
+    ).unbind(1)
     scores = scores.view(torch.float64)
     best = scores.amax(0)
     return torch.where(best.isfinite(), torch.where(scores == best, ids, LAST).amin(0), -1)

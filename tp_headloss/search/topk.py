@@ -1,4 +1,5 @@
-"""The most likely ids of a sharded vocabulary with their log-probs: what a teacher leaves on disk for its students."""
+"""The most likely ids of a sharded vocabulary with their log-probs: what a teacher leaves on disk
+for its students."""
 
 from __future__ import annotations
 
@@ -21,18 +22,30 @@ from ..engine.request import TokenOrder
 from ..engine.transports import Transport
 from ..ranks.comm import gather_from_ranks
 from ..ranks.shard import VocabShard
-from ..spec import LEAST, TENSOR, Logits, NumberLine, Rows, Size, TensorLine, described, lines_within
+from ..spec import (
+    LEAST,
+    TENSOR,
+    Logits,
+    NumberLine,
+    Rows,
+    Size,
+    TensorLine,
+    described,
+    lines_within,
+)
 from ..statistics import documented_fields
 from ..validation import operand_dtype
 from .kept import transformed_logits
 from .keys import NO_KEY, decode_keys, keys_of
 
-BLOCK_ELEMENTS = 1 << 22  # logits per block: its temporaries are all that is ever as wide as the vocabulary
+# logits per block: its temporaries are all that is ever as wide as the vocabulary
+BLOCK_ELEMENTS = 1 << 22
 
 
 @documented_fields
 class TopK(NamedTuple):
-    """Per token [..], K entries by descending log-prob, ties by ascending id; equal bits on every rank.
+    """Per token [..], K entries by descending log-prob, ties by ascending id; equal bits on every
+    rank.
 
     Attributes:
         ids: [.., K] global ids, -1 where the nucleus cut an entry.
@@ -69,32 +82,46 @@ def topk_log_probs(
     ids_dtype: torch.dtype = torch.int64,
     options: Options | None = None,
 ) -> TopK:
-    """logits [.., width] sharded on V -> the K largest log-probs of the whole vocabulary, replicated; one collective.
+    """logits [.., width] sharded on V -> the K largest log-probs of the whole vocabulary,
+    replicated; one collective.
 
-    Log-probs are normalised over all of the vocabulary: their exponentials sum to the share that the K entries have.
-    Equal logits come by ascending id, exactly, on every device. Nothing is differentiated, and blocks of 2^22 logits
-    bound the memory. A token with NaN or +inf in its logits, or nothing above -inf, has NaN log-probs.
+    Log-probs are normalised over all of the vocabulary: their exponentials sum to the share that
+    the K entries have. Equal logits come by ascending id, exactly, on every device. Nothing is
+    differentiated, and blocks of 2^22 logits bound the memory. A token with NaN or +inf in its
+    logits, or nothing above -inf, has NaN log-probs.
 
     Args:
-        logits: as in `vocab_statistics`; hidden states [.., H] with a ``weight``; or a `TeacherHead`, which has both.
+        logits: as in `vocab_statistics`; hidden states [.., H] with a ``weight``; or a
+            `TeacherHead`, which has both.
         k: entries per token, in [1, vocab_size].
-        weight: [width, H] of this rank; logits are made (as by torch.nn.functional.linear) by blocks of tokens.
-        shard, transform, options: as in `vocab_statistics`; the bias of a weight belongs to the transform.
-        top_p: cut an entry if those before it already hold that much (the first stays), a nucleus of at most K.
+        weight: [width, H] of this rank; logits are made (as by torch.nn.functional.linear) by
+            blocks of tokens.
+        shard, transform, options: as in `vocab_statistics`; the bias of a weight belongs to the
+            transform.
+        top_p: cut an entry if those before it already hold that much (the first stays), a nucleus
+            of at most K.
         dtype, ids_dtype: of what is returned, such as float16 and int32 for the disk.
 
     Raises:
         TypeError, ValueError: a k outside of [1, vocab_size], and the errors of `vocab_statistics`.
 
     Examples:
-        >>> top = topk_log_probs(torch.tensor([[0.0, 2.0, 1.0]]), 2, dtype=torch.float16, ids_dtype=torch.int32)
+        >>> top = topk_log_probs(
+        ...     torch.tensor([[0.0, 2.0, 1.0]]), 2, dtype=torch.float16, ids_dtype=torch.int32
+        ... )
         >>> TopKTeacher(top.ids, top.log_probs).ids
         tensor([[1, 2]], dtype=torch.int32)
     """
     options = Given.checked(None, None, None, (), transform, options).options
     with Agreement(options, shard) as agreement:
         states, weight, transform, shard = local_operands(logits, weight, transform, shard)
-        facts = {"k": k, "top_p": top_p, "dtype": str(dtype), "ids_dtype": str(ids_dtype), "options": options}
+        facts = {
+            "k": k,
+            "top_p": top_p,
+            "dtype": str(dtype),
+            "ids_dtype": str(ids_dtype),
+            "options": options,
+        }
         sharded = {"logits": states} if weight is None else {"hidden": states, "weight": weight}
         agreement.record("topk_log_probs", shard, transform=transform, **facts, **sharded)
         for name, value in (("k", k), ("top_p", top_p), ("dtype", dtype), ("ids_dtype", ids_dtype)):
@@ -103,27 +130,38 @@ def topk_log_probs(
         if k > shard.vocab_size:
             raise ValueError(f"k must be in [1, {shard.vocab_size}], got {k}")
         if ids_dtype not in (torch.int64, torch.int32) or not dtype.is_floating_point:
-            raise TypeError(f"ids_dtype must be int64 or int32 and dtype floating point, got {ids_dtype} and {dtype}")
+            raise TypeError(
+                f"ids_dtype must be int64 or int32 and dtype floating point, got {ids_dtype} and "
+                f"{dtype}"
+            )
         if weight is None:
             request, packets, keys = _local_top(states, k, shard, transform, options)
             order = request.order
         else:
-            request, packets, keys = _local_top_from_hidden(states, weight, k, shard, transform, options)
-            order = TokenOrder(states, inplace=False, alone=False)  # blocks are of tokens in their logical order
+            request, packets, keys = _local_top_from_hidden(
+                states, weight, k, shard, transform, options
+            )
+            # blocks are of tokens in their logical order
+            order = TokenOrder(states, inplace=False, alone=False)
     lse, keys = _merge_ranks(packets, keys, request)
     values, ids = decode_keys(keys.topk(k).values)
     log_probs = (values - lse[:, None]).clamp(max=0)
     if top_p is not None:
-        cut = _sums_before(log_probs.double().exp()) >= top_p  # never the first, before which there is exactly 0
+        # never the first, before which there is exactly 0
+        cut = _sums_before(log_probs.double().exp()) >= top_p
         ids, log_probs = ids.masked_fill(cut, -1), log_probs.masked_fill(cut, -torch.inf)
     return TopK(*map(order.unflatten, (ids.to(ids_dtype), log_probs.to(dtype), lse)))
 
 
 def local_operands(
-    logits: torch.Tensor | TeacherHead, weight: torch.Tensor | None, transform: Transform | None, shard
+    logits: torch.Tensor | TeacherHead,
+    weight: torch.Tensor | None,
+    transform: Transform | None,
+    shard,
 ) -> tuple[torch.Tensor, torch.Tensor | None, Transform, VocabShard]:
-    """Check the operands of a function that takes logits, hidden states with a weight, or a TeacherHead, which has both
-    -> this rank's plain logits (or hidden states), weight, transform and shard."""
+    """Check the operands of a function that takes logits, hidden states with a weight, or a
+    TeacherHead, which has both -> this rank's plain logits (or hidden states), weight, transform
+    and shard."""
     if isinstance(logits, TeacherHead):
         if weight is not None or transform is not None:
             raise ValueError("a TeacherHead has its own weight and transform, got others")
@@ -142,23 +180,32 @@ def local_operands(
 def token_blocks(
     states: torch.Tensor, weight: torch.Tensor | None, transform: Transform, step: int
 ) -> Iterator[tuple[slice, torch.Tensor, Transform]]:
-    """Yield blocks of up to `step` flat tokens, an empty one of none: their place, logits [n, width] and transform.
+    """Yield blocks of up to `step` flat tokens, an empty one of none: their place, logits [n,
+    width] and transform.
 
-    states: logits [.., width], or hidden states [.., H] whose logits are made by torch.nn.functional.linear.
+    states: logits [.., width], or hidden states [.., H] whose logits are made by
+    torch.nn.functional.linear.
     """
     temperature, lead = transform.temperature, states.shape[:-1]
     if isinstance(temperature, torch.Tensor):
-        TensorLine("real numbers").check("temperature", temperature, {"..": (tuple(lead), "logits")})
+        TensorLine("real numbers").check(
+            "temperature", temperature, {"..": (tuple(lead), "logits")}
+        )
     states = states.detach().reshape(math.prod(lead), states.shape[-1])
     for first in range(0, max(1, len(states)), step):
         here = slice(first, first + step)
         if isinstance(temperature, torch.Tensor):
             transform = replace(transform, temperature=temperature.reshape(-1)[here])
-        yield here, states[here] if weight is None else torch.nn.functional.linear(states[here], weight), transform
+        yield (
+            here,
+            states[here] if weight is None else torch.nn.functional.linear(states[here], weight),
+            transform,
+        )
 
 
 def _sums_before(x: torch.Tensor) -> torch.Tensor:
-    """Sums [n, K] of the columns before each one, by doubling steps: torch has no deterministic cumsum of floats."""
+    """Sums [n, K] of the columns before each one, by doubling steps: torch has no deterministic
+    cumsum of floats."""
     sums, step = torch.nn.functional.pad(x, (1, 0))[:, :-1], 1
     while step < x.shape[1]:
         sums = sums + torch.nn.functional.pad(sums, (step, 0))[:, :-step]
@@ -167,7 +214,8 @@ def _sums_before(x: torch.Tensor) -> torch.Tensor:
 
 
 def _merge_ranks(packets, keys, request) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge the ranks' packets [chunks, 2, N] and keys [N, k] -> lse [N] and the keys of all ranks [N, P k]."""
+    """Merge the ranks' packets [chunks, 2, N] and keys [N, k] -> lse [N] and the keys of all ranks
+    [N, P k]."""
     (n_rows, k), shard = keys.shape, request.shard
     # keys travel as the bits of two fp32 numbers each, beside the packets: one all-gather for both
     sent = torch.cat([packets.flatten(), keys.view(torch.float32).flatten()])
@@ -182,12 +230,15 @@ def _merge_ranks(packets, keys, request) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _local_top(logits, k, shard, transform, options):
     """Return the request, this rank's packets [chunks, 2, N] and its keys [N, k]."""
-    request = build_request(Given(logits.detach(), shard=shard, transform=transform, options=options))
+    request = build_request(
+        Given(logits.detach(), shard=shard, transform=transform, options=options)
+    )
     return request, Transport().write(request).float(), _local_keys(request, k)
 
 
 def _local_top_from_hidden(hidden, weight, k, shard, transform, options):
-    """Return what `_local_top` returns for hidden states [.., H] and weight [width, H], a block of tokens at a time."""
+    """Return what `_local_top` returns for hidden states [.., H] and weight [width, H], a block of
+    tokens at a time."""
     step, parts = max(1, BLOCK_ELEMENTS // max(1, weight.shape[0])), []
     for _, logits, block_transform in token_blocks(hidden, weight, transform, step):
         request, *part = _local_top(logits, k, shard, block_transform, options)
@@ -197,7 +248,8 @@ def _local_top_from_hidden(hidden, weight, k, shard, transform, options):
 
 
 def _local_keys(request, k):
-    """Keys [N, k] of this rank's largest logits: numbers that sort like (logit, -id), so that no two are equal."""
+    """Keys [N, k] of this rank's largest logits: numbers that sort like (logit, -id), so that no
+    two are equal."""
     logits, width = request.tensors.logits, request.facts.valid_width
     n_rows, device = len(logits), logits.device
     keys = torch.full((n_rows, k), NO_KEY, device=device)
@@ -208,5 +260,7 @@ def _local_keys(request, k):
     step, local = max(1, BLOCK_ELEMENTS // width), min(k, width)
     for first in range(0, n_rows, step):
         block = slice(first, first + step)
-        keys[block, :local] = keys_of(transformed_logits(request, block).float(), ids).topk(local).values
+        keys[block, :local] = (
+            keys_of(transformed_logits(request, block).float(), ids).topk(local).values
+        )
     return keys

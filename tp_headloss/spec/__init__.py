@@ -1,8 +1,10 @@
-"""Names for annotations that say what an argument may be; `checked` holds every call of a function to them.
+"""Names for annotations that say what an argument may be; `checked` holds every call of a function
+to them.
 
-``def reinforce(log_prob: LogProb, *, advantages: Advantages)`` says kind, shape and range of both. Checks, refusals of
-wrong options, the inputs of a `HeadLoss`, the generated tests and the tables of the reference read these lines. They
-read metadata and Python numbers, never a tensor's values. Numbers are of Python or numpy; tensors where a line says so.
+``def reinforce(log_prob: LogProb, *, advantages: Advantages)`` says kind, shape and range of both.
+Checks, refusals of wrong options, the inputs of a `HeadLoss`, the generated tests and the tables of
+the reference read these lines. They read metadata and Python numbers, never a tensor's values.
+Numbers are of Python or numpy; tensors where a line says so.
 """
 
 import math
@@ -39,11 +41,16 @@ EACH_TOKEN = TensorLine("real numbers")  # which does not broadcast
 TokenValues: TypeAlias = Annotated[torch.Tensor, TOKENS]
 PerToken: TypeAlias = Annotated[torch.Tensor, PER_TOKEN]
 ConstantValues: TypeAlias = Annotated[torch.Tensor, TensorLine("floating point", detached=True)]
-ConstantPerToken: TypeAlias = Annotated[torch.Tensor, TensorLine("real numbers", broadcasts=True, detached=True)]
-TokenLoss: TypeAlias = Annotated[torch.Tensor, "[..] fp32, loss per token, neither masked nor averaged"]
+ConstantPerToken: TypeAlias = Annotated[
+    torch.Tensor, TensorLine("real numbers", broadcasts=True, detached=True)
+]
+TokenLoss: TypeAlias = Annotated[
+    torch.Tensor, "[..] fp32, loss per token, neither masked nor averaged"
+]
 TokenMask: TypeAlias = Annotated[torch.Tensor, MASK]
 Logits: TypeAlias = Annotated[torch.Tensor, TensorLine("floating point", None, sharded=-1)]
-Rows: TypeAlias = Annotated[torch.Tensor, TensorLine("floating point", None, sharded=0)]  # of an output layer's weight
+# of an output layer's weight
+Rows: TypeAlias = Annotated[torch.Tensor, TensorLine("floating point", None, sharded=0)]
 Floating: TypeAlias = Annotated[torch.Tensor, TensorLine("floating point", None)]
 Real: TypeAlias = Annotated[torch.Tensor, TensorLine("real numbers", None)]
 Ids: TypeAlias = Annotated[torch.Tensor, IDS]
@@ -59,10 +66,14 @@ Share: TypeAlias = Annotated[float, NumberLine(0, 1, "in [0, 1]")]
 OpenShare: TypeAlias = Annotated[float, NumberLine(LEAST, BELOW_1, "in (0, 1)")]
 POSITIVE = NumberLine(LEAST, math.inf, "positive", in_fp32=True)
 Positive: TypeAlias = Annotated[float, POSITIVE]
-PositiveFp32: TypeAlias = Annotated[float, NumberLine(TINY, 1 / TINY, "positive and finite in fp32")]
+PositiveFp32: TypeAlias = Annotated[
+    float, NumberLine(TINY, 1 / TINY, "positive and finite in fp32")
+]
 Finite: TypeAlias = Annotated[float, NumberLine(-1 / TINY, 1 / TINY, "finite in fp32")]
 NotNegative: TypeAlias = Annotated[float, NumberLine(0, math.inf, "at least 0")]
-NotNegativeFp32: TypeAlias = Annotated[float, NumberLine(0, FP32_MAX, "at least 0 and finite in fp32")]
+NotNegativeFp32: TypeAlias = Annotated[
+    float, NumberLine(0, FP32_MAX, "at least 0 and finite in fp32")
+]
 IN_FP32 = NumberLine(in_fp32=True)
 Pair: TypeAlias = Annotated[tuple[float, float], TupleOf(IN_FP32, 2)]
 PositivePair: TypeAlias = Annotated[tuple[float, float], TupleOf(POSITIVE, 2)]
@@ -74,14 +85,18 @@ Temperature: TypeAlias = (
     | Annotated[torch.Tensor, TensorLine("real numbers", None, constant=True)]
 )
 Weight: TypeAlias = (
-    Annotated[float, NumberLine(-FP32_MAX, FP32_MAX, "finite in fp32"), "Factor of the term in the loss"]
+    Annotated[
+        float, NumberLine(-FP32_MAX, FP32_MAX, "finite in fp32"), "Factor of the term in the loss"
+    ]
     | Annotated[torch.Tensor, TensorLine("real numbers", (), constant=True)]
 )
 Size: TypeAlias = Annotated[int, IntLine(1)]
 Unused: TypeAlias = Annotated[Any, CheckedBy("not used")]
 TotalWeight: TypeAlias = Annotated[torch.Tensor, TensorLine("real numbers", ("width",), sharded=0)]
 TokenWeight: TypeAlias = Annotated[torch.Tensor, TOKEN_WEIGHT]
-BIAS = TensorLine("floating point", ("width",), sharded=0, hint=": a temperature is Transform(temperature=)")
+BIAS = TensorLine(
+    "floating point", ("width",), sharded=0, hint=": a temperature is Transform(temperature=)"
+)
 Bias: TypeAlias = Annotated[torch.Tensor, BIAS]
 HIDDEN = TensorLine("floating point", ("..", "H"))
 WEIGHT = TensorLine("floating point", ("width", "H"), sharded=0)

@@ -9,7 +9,10 @@ from typing import NamedTuple
 
 SUM_NORM, DISTANCES = "seq-mean-token-sum-norm", "PPO, GRPO, DAPO, DrGRPO, GSPO"
 PRESETS, DUAL = f"{DISTANCES}, CISPO", f"PolicyGradient, PolicyMetrics, {DISTANCES}"
-CLIPPED, BOUND = f"PolicyGradient, PolicyMetrics, {PRESETS}", 'clip=(0.0, epsilon_high), convention="bound"'
+CLIPPED, BOUND = (
+    f"PolicyGradient, PolicyMetrics, {PRESETS}",
+    'clip=(0.0, epsilon_high), convention="bound"',
+)
 TEACHERS = "Distillation, TopKDistillation"
 LOSSES = "HeadLoss.forward, HeadLoss.linear"
 MASK = "token_weight=mask, labels of -100, or for terms by sequence inputs={'sequences': Sequences.from_mask(mask)}"
@@ -17,8 +20,10 @@ CALLS = "HeadLoss.forward, HeadLoss.linear, vocab_statistics, linear_vocab_stati
 KLS, BONUSES = "beta, kl_loss_coef, kl_coef, kl_coeff", "entropy_coeff, entropy_coef"
 MASKS = "mask, loss_mask, response_mask, completion_mask"
 
-KEYWORDS: dict[str, Collection[str]] = {}  # names of the arguments of `checked` and `described` functions
-PLACES = {  # functions of one call of a loss -> what to write for an argument that another of them takes
+# names of the arguments of `checked` and `described` functions
+KEYWORDS: dict[str, Collection[str]] = {}
+# functions of one call of a loss -> what to write for an argument that another of them takes
+PLACES = {
     "HeadLoss": "HeadLoss(.., {}=..)",
     "HeadLoss.forward": "HeadLoss(..)(.., {}=..), an argument of the call",
     "HeadLoss.linear": "HeadLoss(..).linear(.., {}=..), an argument of the call",
@@ -28,11 +33,14 @@ OF_CALLS = {"Term", "Metric", "CausalLMLoss", *PLACES}
 
 
 class Alias(NamedTuple):
-    """A name of somebody else's, or in `WRITTEN` several names, for which {} stands in what is to be written."""
+    """A name of somebody else's, or in `WRITTEN` several names, for which {} stands in what is to
+    be written."""
 
     name: str
     whose: str
-    of: str  # what it names here: "value", "term", "metric", "input", or the functions of which it would be a keyword
+    # what it names here: "value", "term", "metric", "input", or the functions of which it would be
+    # a keyword
+    of: str
     ours: str  # the value of the same place, or what to write
     write: str = ""  # of values: what to write, if `ours` is no synonym of it
 
@@ -44,20 +52,60 @@ WRITTEN = (
     Alias("kl", "verl", "value", "k1", 'estimator="k1", input_clamp=None'),
     Alias("mse", "verl", "value", "k2", 'estimator="k2", input_clamp=None'),
     Alias("gpg", "verl", "value", "reinforce"),
-    Alias("ppo", "the paper", "value", "clip", 'PolicyGradient("clip", clip=(0.2, 0.2)), or the whole PPO(..)'),
-    Alias("vanilla", "verl", "value", "clip", 'PolicyGradient("clip", dual_clip=3.0), or the whole PPO(..)'),
+    Alias(
+        "ppo",
+        "the paper",
+        "value",
+        "clip",
+        'PolicyGradient("clip", clip=(0.2, 0.2)), or the whole PPO(..)',
+    ),
+    Alias(
+        "vanilla",
+        "verl",
+        "value",
+        "clip",
+        'PolicyGradient("clip", dual_clip=3.0), or the whole PPO(..)',
+    ),
     Alias("grpo", "TRL, verl", "value", "clip", 'PolicyGradient("clip"), or the whole GRPO(..)'),
-    Alias("dapo", "TRL, verl", "value", "clip", 'PolicyGradient("clip", clip=(0.2, 0.28)), or the whole DAPO(..)'),
+    Alias(
+        "dapo",
+        "TRL, verl",
+        "value",
+        "clip",
+        'PolicyGradient("clip", clip=(0.2, 0.28)), or the whole DAPO(..)',
+    ),
     Alias("dr_grpo", "TRL", "value", "clip", 'PolicyGradient("clip"), or the whole DrGRPO(..)'),
     Alias("bnpo", "TRL", "value", "clip", 'PolicyGradient("clip") with reduction="mean"'),
-    Alias("geo_mean", "verl", "value", "gmpo", 'PolicyGradient("gmpo") with reduction="seq-mean-token-mean"'),
+    Alias(
+        "geo_mean",
+        "verl",
+        "value",
+        "gmpo",
+        'PolicyGradient("gmpo") with reduction="seq-mean-token-mean"',
+    ),
     Alias("grpo", "TRL", "value", "seq-mean-token-mean", 'reduction="seq-mean-token-mean"'),
-    Alias("dapo", "TRL", "value", "mean", 'reduction="mean" with denominator=, tokens of the batch'),
+    Alias(
+        "dapo", "TRL", "value", "mean", 'reduction="mean" with denominator=, tokens of the batch'
+    ),
     Alias("bnpo", "TRL", "value", "mean", 'reduction="mean"'),
-    Alias("dr_grpo", "TRL", "value", SUM_NORM, f'reduction="{SUM_NORM}" with Sequences.from_mask(.., horizon=L)'),
+    Alias(
+        "dr_grpo",
+        "TRL",
+        "value",
+        SUM_NORM,
+        f'reduction="{SUM_NORM}" with Sequences.from_mask(.., horizon=L)',
+    ),
     Alias("mean_tokens, token_mean", "many", "value", "mean", 'reduction="mean"'),
-    Alias("batchmean", "torch", "value", "mean", 'reduction="mean", per token, or with denominator= of your own'),
-    Alias("kl", "torch", "value", "forward_kl", '"forward_kl", of teacher to student, or "reverse_kl"'),
+    Alias(
+        "batchmean",
+        "torch",
+        "value",
+        "mean",
+        'reduction="mean", per token, or with denominator= of your own',
+    ),
+    Alias(
+        "kl", "torch", "value", "forward_kl", '"forward_kl", of teacher to student, or "reverse_kl"'
+    ),
     Alias("js", "Liger", "value", "jsd", '"jsd", whose beta is that of the Teacher'),
     Alias("tvd", "Liger", "value", "total_variation", '"total_variation"'),
     Alias("cross_entropy", "torch", "term", "CrossEntropy()"),
@@ -68,37 +116,88 @@ WRITTEN = (
     Alias("top5_accuracy", "torchmetrics", "metric", "TopKAccuracy(5)"),
     Alias("bpb, bits_per_byte", "lm-evaluation-harness", "metric", "BitsPerByte()"),
     Alias("ppl", "many", "metric", '"perplexity"'),
-    Alias("epsilon, epsilon_high", "TRL", f"PolicyMetrics, {DISTANCES}", "clip=(epsilon, epsilon_high)"),
-    Alias("epsilon, epsilon_high", "TRL", "PolicyGradient", f"clip=(epsilon, epsilon_high), of 'cispo' {BOUND}"),
+    Alias(
+        "epsilon, epsilon_high",
+        "TRL",
+        f"PolicyMetrics, {DISTANCES}",
+        "clip=(epsilon, epsilon_high)",
+    ),
+    Alias(
+        "epsilon, epsilon_high",
+        "TRL",
+        "PolicyGradient",
+        f"clip=(epsilon, epsilon_high), of 'cispo' {BOUND}",
+    ),
     Alias("epsilon, epsilon_high", "TRL", "CISPO", BOUND),
     Alias("delta", "TRL", DUAL, "dual_clip=delta"),
-    Alias("clip_ratio_low, clip_ratio_high", "verl", CLIPPED, "clip=(clip_ratio_low, clip_ratio_high)"),
+    Alias(
+        "clip_ratio_low, clip_ratio_high", "verl", CLIPPED, "clip=(clip_ratio_low, clip_ratio_high)"
+    ),
     Alias("clip_low, clip_high", "many", CLIPPED, "clip=(clip_low, clip_high)"),
     Alias("clip_ratio_c", "verl", DUAL, "dual_clip=clip_ratio_c"),
     Alias("clip_ratio, cliprange", "verl, TRL", CLIPPED, "clip=({}, {})"),
-    Alias("clip_eps, eps_clip, clip_range", "OpenRLHF, Stable-Baselines3", CLIPPED, "clip=({}, {})"),
+    Alias(
+        "clip_eps, eps_clip, clip_range", "OpenRLHF, Stable-Baselines3", CLIPPED, "clip=({}, {})"
+    ),
     Alias(KLS, "TRL, verl, RLlib", PRESETS, "kl={}"),
     Alias(KLS, "TRL, verl, RLlib", "PolicyGradient, HeadLoss", "a term, KLToReference({})"),
     Alias(KLS, "TRL, verl, RLlib", "KLToReference", "KLToReference({})"),
     Alias(BONUSES, "verl, many", PRESETS, "entropy={}"),
     Alias(BONUSES, "verl, many", "PolicyGradient, HeadLoss", "a term, Entropy({})"),
     Alias(BONUSES, "verl, many", "Entropy", "Entropy({})"),
-    Alias("reduction", "torch", PRESETS, "HeadLoss(PolicyGradient(..), reduction=..), a preset has its own"),
-    Alias("loss_agg_mode, loss_type", "verl, TRL", "PolicyGradient, HeadLoss", "HeadLoss(.., reduction=..)"),
+    Alias(
+        "reduction",
+        "torch",
+        PRESETS,
+        "HeadLoss(PolicyGradient(..), reduction=..), a preset has its own",
+    ),
+    Alias(
+        "loss_agg_mode, loss_type",
+        "verl, TRL",
+        "PolicyGradient, HeadLoss",
+        "HeadLoss(.., reduction=..)",
+    ),
     Alias("label_smoothing", "torch", "HeadLoss", "HeadLoss(CrossEntropy(label_smoothing=0.1))"),
-    Alias("lse_square_scale", "flash-attention, Liger", "HeadLoss, CrossEntropy", "a term, ZLoss(lse_square_scale)"),
+    Alias(
+        "lse_square_scale",
+        "flash-attention, Liger",
+        "HeadLoss, CrossEntropy",
+        "a term, ZLoss(lse_square_scale)",
+    ),
     Alias("z_loss", "Megatron", "HeadLoss, CrossEntropy", "a term, ZLoss(1e-4)"),
     Alias("ce_weight", "Liger", "CrossEntropy", "class_weight="),
     Alias("alpha", "Hinton", TEACHERS, "[CrossEntropy(1 - alpha), Distillation(alpha)]"),
-    Alias("temperature", "many", TEACHERS, "Teacher(logits, temperature=T), and temperature_squared=True for T^2"),
-    Alias("temperature", "vLLM", "SamplingRule", "transform=Transform(temperature=..), of sample and kept_ids"),
+    Alias(
+        "temperature",
+        "many",
+        TEACHERS,
+        "Teacher(logits, temperature=T), and temperature_squared=True for T^2",
+    ),
+    Alias(
+        "temperature",
+        "vLLM",
+        "SamplingRule",
+        "transform=Transform(temperature=..), of sample and kept_ids",
+    ),
     Alias("temperature, softcap", "many", CALLS, "transform=Transform({}=..)"),
-    Alias("process_group, group", "flash-attention, torch", CALLS, "shard=VocabShard.from_group({}, vocab_size)"),
-    Alias("advantages, old_log_prob, reference_log_prob", "verl, ours", LOSSES, 'inputs={"{}": ..}'),
+    Alias(
+        "process_group, group",
+        "flash-attention, torch",
+        CALLS,
+        "shard=VocabShard.from_group({}, vocab_size)",
+    ),
+    Alias(
+        "advantages, old_log_prob, reference_log_prob", "verl, ours", LOSSES, 'inputs={"{}": ..}'
+    ),
     Alias("teacher", "many", LOSSES, 'inputs={"teacher": Teacher(..)}'),
     Alias("sequences", "ours", LOSSES, 'inputs={"sequences": Sequences.from_mask(..)}'),
-    Alias("cu_seqlens", "flash-attention", LOSSES, 'labels of -100 across documents, and for reductions by sequence '
-          'inputs={"sequences": Sequences.from_cu_seqlens(..)}'),
+    Alias(
+        "cu_seqlens",
+        "flash-attention",
+        LOSSES,
+        "labels of -100 across documents, and for reductions by sequence "
+        'inputs={"sequences": Sequences.from_cu_seqlens(..)}',
+    ),
     Alias(MASKS, "verl, TRL, Megatron", "input", MASK),
     Alias(MASKS, "verl, TRL, Megatron", LOSSES, MASK),
     Alias("ref_log_prob, ref_per_token_logps", "verl, TRL", "input", "'reference_log_prob'"),
@@ -108,30 +207,56 @@ WRITTEN = (
     Alias("weight", "torch", "HeadLoss.forward", "token_weight=, or CrossEntropy(class_weight=..)"),
     Alias("loss_weights", "many", LOSSES, "token_weight="),
     Alias("target, targets", "torch, Liger, many", LOSSES, "labels="),
-    Alias("shift_labels", "Transformers", LOSSES, "labels=shift_labels; CausalLMLoss(..) takes labels to be shifted"),
+    Alias(
+        "shift_labels",
+        "Transformers",
+        LOSSES,
+        "labels=shift_labels; CausalLMLoss(..) takes labels to be shifted",
+    ),
     Alias("input", "torch", "HeadLoss.forward", "logits="),
     Alias("_input", "Liger", "HeadLoss.linear", "hidden="),
     Alias("lin_weight", "Liger", "HeadLoss.linear", "weight="),
-    Alias("vocab_size", "many", f"HeadLoss, {CALLS}", "shard=VocabShard.from_group(group, vocab_size), of the call"),
+    Alias(
+        "vocab_size",
+        "many",
+        f"HeadLoss, {CALLS}",
+        "shard=VocabShard.from_group(group, vocab_size), of the call",
+    ),
     Alias("gamma", "the paper, TRL", "simpo", "margin=gamma"),
-    Alias("sequence_parallel", "Megatron", "VocabParallelHead", 'linear=Linear(hidden_grad="reduce_scatter")'),
+    Alias(
+        "sequence_parallel",
+        "Megatron",
+        "VocabParallelHead",
+        'linear=Linear(hidden_grad="reduce_scatter")',
+    ),
     Alias("reference_free", "TRL", "dpo", "reference_chosen and reference_rejected of 0"),
-)  # fmt: skip
-ALIASES = [x._replace(name=n, ours=x.ours.replace("{}", n)) for x in WRITTEN for n in x.name.split(", ")]
+)
+ALIASES = [
+    x._replace(name=n, ours=x.ours.replace("{}", n)) for x in WRITTEN for n in x.name.split(", ")
+]
 
 
 def synonym(value: str, names: Collection[str]) -> str:
     """Return our name for exactly the same value, or the value itself."""
-    found = (x.ours for x in ALIASES if x.name == value and x.of == "value" and not x.write and x.ours in names)
+    found = (
+        x.ours
+        for x in ALIASES
+        if x.name == value and x.of == "value" and not x.write and x.ours in names
+    )
     return value if value in names else next(found, value)
 
 
 def hint(value, names: Collection[str], of: str = "value") -> str:
-    """Return what to write in the place of a name that does not exist, for the end of an error; "" if nobody knows."""
+    """Return what to write in the place of a name that does not exist, for the end of an error; ""
+    if nobody knows."""
     if not isinstance(value, str):
         return ""
     for alias in ALIASES:
-        if alias.name == value.lower() and alias.of == of and (of != "value" or alias.ours in names):
+        if (
+            alias.name == value.lower()
+            and alias.of == of
+            and (of != "value" or alias.ours in names)
+        ):
             return f": write {alias.write or (repr(alias.ours) if of == 'value' else alias.ours)}"
     spelled = {name.lower().replace("-", "_"): name for name in names}
     close = difflib.get_close_matches(value.lower().replace("-", "_"), spelled, 1, 0.75)
@@ -139,12 +264,17 @@ def hint(value, names: Collection[str], of: str = "value") -> str:
 
 
 def refuse_keywords(function, unknown: Iterable[str], takes_others: bool):
-    """Raise TypeError for an unknown keyword, with what to write as far as that is known. takes_others: only then."""
+    """Raise TypeError for an unknown keyword, with what to write as far as that is known.
+    takes_others: only then."""
     name, result = function.__qualname__, getattr(function, "__annotations__", {}).get("return")
     for keyword in sorted(unknown):
         found = [x.ours for x in ALIASES if x.name == keyword and name in x.of.split(", ")]
         if {name, result} & OF_CALLS:
-            found += [text.format(keyword) for place, text in PLACES.items() if keyword in KEYWORDS.get(place, ())]
+            found += [
+                text.format(keyword)
+                for place, text in PLACES.items()
+                if keyword in KEYWORDS.get(place, ())
+            ]
         if found or not takes_others:
             said = f": write {found[0]}" if found else hint(keyword, KEYWORDS[name], "keyword")
             raise TypeError(f"{name}() got an unexpected keyword argument {keyword!r}{said}")
@@ -154,7 +284,13 @@ def rows() -> list[str]:
     """The table as lines of a page."""
     out = ["| elsewhere | whose | here |", "|---|---|---|"]
     for x in WRITTEN:
-        where = "" if x.of == "value" else f" as {x.of}" if x.of in ("term", "metric", "input") else f"= of {x.of}"
+        where = (
+            ""
+            if x.of == "value"
+            else f" as {x.of}"
+            if x.of in ("term", "metric", "input")
+            else f"= of {x.of}"
+        )
         ours = f"`{x.write or x.ours}`" if x.write or x.of != "value" else f"the same as `{x.ours}`"
         out.append(f"| `{x.name.replace(', ', '`, `')}`{where} | {x.whose} | {ours} |")
     return out

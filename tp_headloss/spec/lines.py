@@ -1,4 +1,5 @@
-"""Lines: what an argument may be. They read metadata and Python numbers, never a tensor's values."""
+"""Lines: what an argument may be. They read metadata and Python numbers, never a tensor's
+values."""
 
 import math
 import operator
@@ -12,7 +13,8 @@ from ..validation import FP32_MAX, expect_dense, is_number
 from .aliases import hint
 from .words import shown, type_name, with_article
 
-Sizes: TypeAlias = dict[str, tuple[Any, str]]  # symbol of a shape -> its size, and the name of the argument that set it
+# symbol of a shape -> its size, and the name of the argument that set it
+Sizes: TypeAlias = dict[str, tuple[Any, str]]
 
 
 def sizes_of(name: str, x: torch.Tensor, lead: Sequence[int], **others: int) -> Sizes:
@@ -37,7 +39,8 @@ class TensorLine:
 
     Args:
         kind: name in `DTYPES`.
-        shape: symbols, set by the first argument with one, and numbers; "..": any dimensions. None: not checked here.
+        shape: symbols, set by the first argument with one, and numbers; "..": any dimensions. None:
+            not checked here.
         broadcasts: sizes of 1, or no dimension at all, will do.
         sharded: the dimension that is sharded on the vocabulary; None: replicated.
         constant: it gets no gradient, so that one that requires it is an error.
@@ -59,12 +62,19 @@ class TensorLine:
         shape = "a tensor of " if self.shape is None else f"[{', '.join(map(str, self.shape))}] "
         shape = shape if self.shape != () else "a scalar tensor of "
         sharded = " sharded on V" * (self.sharded is not None)
-        return "constant " * self.detached + f"{shape}{self.kind}{sharded}" + ", or sizes of 1" * self.broadcasts
+        return (
+            "constant " * self.detached
+            + f"{shape}{self.kind}{sharded}"
+            + ", or sizes of 1" * self.broadcasts
+        )
 
     def check(self, name: str, x: Any, sizes: Sizes):
         """Raise TypeError or ValueError unless x is such a tensor."""
         if not isinstance(x, torch.Tensor):
-            hint = next((f": pass its .{part}" for part in ("weight", "log_prob") if hasattr(x, part)), self.hint)
+            hint = next(
+                (f": pass its .{part}" for part in ("weight", "log_prob") if hasattr(x, part)),
+                self.hint,
+            )
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}{hint}")
         expect_dense(name, x)
         if not DTYPES[self.kind](x.dtype):
@@ -75,9 +85,14 @@ class TensorLine:
             raise ValueError(f"{name} gets no gradient: pass {name}.detach()")
         if self.shape is not None:
             self._check_shape(name, x, sizes)
-        where = x.device if self.shape is not None else "meta" if x.is_meta else "a device with values"
-        if x.dim() or x.is_meta or (self.shape and not self.broadcasts):  # torch takes other scalars of the CPU
-            _check_alike(name, "device" if self.shape is not None else "kind of device", where, sizes)
+        where = (
+            x.device if self.shape is not None else "meta" if x.is_meta else "a device with values"
+        )
+        # torch takes other scalars of the CPU
+        if x.dim() or x.is_meta or (self.shape and not self.broadcasts):
+            _check_alike(
+                name, "device" if self.shape is not None else "kind of device", where, sizes
+            )
 
     def _check_shape(self, name, x, sizes):
         assert self.shape is not None
@@ -87,20 +102,31 @@ class TensorLine:
         known = sizes.setdefault("..", (lead, name))[0] if ".." in self.shape else ()
         given = dict(zip(tail, x.shape[len(lead) :]))
         set_before = {symbol: sizes[symbol][0] for symbol in tail if symbol in sizes}
-        expected = (*known, *(s if isinstance(s, int) else set_before.get(s, given.get(s)) for s in tail))
+        expected = (
+            *known,
+            *(s if isinstance(s, int) else set_before.get(s, given.get(s)) for s in tail),
+        )
         fits = x.dim() == len(expected) and all(
             n == e or (self.broadcasts and n == 1) for n, e in zip(x.shape, expected)
         )
         if self.broadcasts and not fits and x.dim():
             raise ValueError(
-                f"{name} must broadcast to the tokens {list(expected)} with as many dimensions, got {list(x.shape)}: "
-                "a value per row is [B, 1]"
+                f"{name} must broadcast to the tokens {list(expected)} with as many dimensions, "
+                f"got {list(x.shape)}: a value per row is [B, 1]"
             )
         if not fits and not self.broadcasts:
             shape = ", ".join(str(set_before.get(s, s)) for s in (*known, *tail))
-            expands = x.dim() == len(known) and not tail and all(n in (1, e) for n, e in zip(x.shape, known))
+            expands = (
+                x.dim() == len(known)
+                and not tail
+                and all(n in (1, e) for n, e in zip(x.shape, known))
+            )
             said = f": pass its .expand({', '.join(map(str, known))})" * (expands and bool(known))
-            if self.sharded is not None and x.dim() == len(expected) and x.shape[self.sharded] > expected[self.sharded]:
+            if (
+                self.sharded is not None
+                and x.dim() == len(expected)
+                and x.shape[self.sharded] > expected[self.sharded]
+            ):
                 place = "..., " * (self.sharded == -1)
                 said = f": of the whole vocabulary? Pass its [{place}shard.start:shard.stop]"
             of = f"{' of ' * bool(setters)}{setters}"
@@ -112,7 +138,8 @@ class TensorLine:
 
 @dataclass(frozen=True)
 class NumberLine:
-    """A number in [low, high], of Python or numpy; NaN is in no range. hint: of the error for one out of range.
+    """A number in [low, high], of Python or numpy; NaN is in no range. hint: of the error for one
+    out of range.
 
     in_fp32: tensors in fp32 are compared with it, so that a finite number is one in fp32.
     """
@@ -132,12 +159,15 @@ class NumberLine:
         if not self.low <= value <= self.high:
             raise ValueError(f"{name} must be {self.says}, got {value}{self.hint}")
         if self.in_fp32 and FP32_MAX < abs(value) < math.inf:
-            raise ValueError(f"{name} must be {self.says}, of at most {FP32_MAX:.4g} or infinite, got {value}")
+            raise ValueError(
+                f"{name} must be {self.says}, of at most {FP32_MAX:.4g} or infinite, got {value}"
+            )
 
 
 @dataclass(frozen=True)
 class TupleOf:
-    """A tuple or list of so many values of one line (None: any number); ordered: the first number is the lowest."""
+    """A tuple or list of so many values of one line (None: any number); ordered: the first number
+    is the lowest."""
 
     line: Any
     count: int | None = None
@@ -147,7 +177,11 @@ class TupleOf:
     def says(self) -> str:
         """Words for a table."""
         each = "" if self.line.says == "a number" else f", each {self.line.says}"
-        several = f"a tuple or list, each {self.line.says}" if self.count is None else f"{self.count} numbers{each}"
+        several = (
+            f"a tuple or list, each {self.line.says}"
+            if self.count is None
+            else f"{self.count} numbers{each}"
+        )
         return "(lowest, highest)" if self.ordered else several
 
     def check(self, name: str, value: Any, sizes: Sizes):
@@ -156,14 +190,19 @@ class TupleOf:
             if self.count is None:
                 raise TypeError(f"{name} must be a tuple or list, got {type(value).__name__}")
             both = f": for both, ({value}, {value})" if self.count == 2 and is_number(value) else ""
-            raise TypeError(f"{name} must be {self.count} {_PLURALS[type(self.line)]}, got {shown(value)}{both}")
+            raise TypeError(
+                f"{name} must be {self.count} {_PLURALS[type(self.line)]}, got {shown(value)}{both}"
+            )
         for part in value:
             self.line.check(f"each of {name}", part, sizes)
         if self.ordered and not value[0] <= value[1]:
             raise ValueError(f"{name} must be (lowest, highest), got {value}")
 
 
-_PLURALS = {NumberLine: "numbers, such as (0.2, 0.28)", TupleOf: "pairs of numbers, such as ((2.0, 3.0), (3.0, 2.0))"}
+_PLURALS = {
+    NumberLine: "numbers, such as (0.2, 0.28)",
+    TupleOf: "pairs of numbers, such as ((2.0, 3.0), (3.0, 2.0))",
+}
 
 
 @dataclass(frozen=True)
@@ -205,18 +244,23 @@ class OneOf:
         return " or ".join(map(repr, self.names))
 
     def check(self, name: str, value: Any, sizes: Sizes):
-        """Raise ValueError for anything but one of the names, and TypeError for anything but a flag."""
+        """Raise ValueError for anything but one of the names, and TypeError for anything but a
+        flag."""
         if self.names == (True, False):
             if not isinstance(value, bool):
                 raise TypeError(f"{name} must be True or False, got {shown(value)}")
         elif not isinstance(value, str) or value not in self.names:
-            raise ValueError(f"{name} must be one of {tuple(self.names)}, got {shown(value)}{hint(value, self.names)}")
+            raise ValueError(
+                f"{name} must be one of {tuple(self.names)}, got "
+                f"{shown(value)}{hint(value, self.names)}"
+            )
 
 
 @dataclass(frozen=True)
 class Instance:
-    """An object of a class; one that has `tokens_like` must be of the same tokens [..] as other arguments. A class may
-    have a `remedy`, for errors about misplaced objects of it, and an `of_tensor`, for a tensor in its place."""
+    """An object of a class; one that has `tokens_like` must be of the same tokens [..] as other
+    arguments. A class may have a `remedy`, for errors about misplaced objects of it, and an
+    `of_tensor`, for a tensor in its place."""
 
     kind: type
 
@@ -229,12 +273,16 @@ class Instance:
         """Raise TypeError unless the value is such an object, ValueError if it has other tokens."""
         if not isinstance(value, self.kind):
             said = getattr(self.kind, "of_tensor", "") if isinstance(value, torch.Tensor) else ""
-            raise TypeError(f"{name} must be {with_article(self.kind.__name__)}, got {type_name(value)}{said}")
+            raise TypeError(
+                f"{name} must be {with_article(self.kind.__name__)}, got {type_name(value)}{said}"
+            )
         tokens = getattr(value, "tokens_like", None)
         if isinstance(tokens, torch.Tensor):
             known, first = sizes.setdefault("..", (tuple(tokens.shape), name))
             if known != tuple(tokens.shape):
-                raise ValueError(f"{name} must be of tokens {list(known)} like {first}, got {list(tokens.shape)}")
+                raise ValueError(
+                    f"{name} must be of tokens {list(known)} like {first}, got {list(tokens.shape)}"
+                )
             _check_alike(name, "device", tokens.device, sizes)
 
 
@@ -252,8 +300,8 @@ class Callables:
 
 @dataclass(frozen=True)
 class CheckedBy:
-    """A value for which function(name of the argument, value) raises no error; without a function any value. names: of
-    the keywords that a parameter ** hands on."""
+    """A value for which function(name of the argument, value) raises no error; without a function
+    any value. names: of the keywords that a parameter ** hands on."""
 
     says: str
     function: Callable[[str, Any], None] | None = None
@@ -267,7 +315,8 @@ class CheckedBy:
 
 @dataclass(frozen=True)
 class Names:
-    """A tuple or list of names. known: a function that returns the names there are; hint: of the error for others."""
+    """A tuple or list of names. known: a function that returns the names there are; hint: of the
+    error for others."""
 
     says = "names"
     known: Callable[[], Any] | None = None
@@ -318,17 +367,33 @@ class AnyOf:
             except TypeError:
                 if len(meant) == 1:
                     raise
-        of_tensor = [getattr(line.kind, "of_tensor", "") for line in self.lines if isinstance(line, Instance)]
+        of_tensor = [
+            getattr(line.kind, "of_tensor", "") for line in self.lines if isinstance(line, Instance)
+        ]
         said = max(of_tensor, default="") if isinstance(value, torch.Tensor) else ""
         raise TypeError(f"{name} must be {self.says}, got {shown(value)}{said}")
 
 
 Line: TypeAlias = (
-    TensorLine | NumberLine | IntLine | OneOf | TupleOf | Instance | Callables | CheckedBy | Names | Text | AnyOf
+    TensorLine
+    | NumberLine
+    | IntLine
+    | OneOf
+    | TupleOf
+    | Instance
+    | Callables
+    | CheckedBy
+    | Names
+    | Text
+    | AnyOf
 )
 PLAIN: dict[Any, Line] = {
-    bool: OneOf((True, False)), float: NumberLine(), int: IntLine(), str: Text(), Callable: Callables()
-}  # fmt: skip
+    bool: OneOf((True, False)),
+    float: NumberLine(),
+    int: IntLine(),
+    str: Text(),
+    Callable: Callables(),
+}
 
 
 def _check_alike(name: str, symbol: str, device, sizes: Sizes):
@@ -336,5 +401,6 @@ def _check_alike(name: str, symbol: str, device, sizes: Sizes):
     expected, first = sizes.setdefault(symbol, (device, name))
     if device != expected:
         if getattr(device, "type", device) != getattr(expected, "type", expected):
-            device, expected = (getattr(x, "type", x) for x in (device, expected))  # the same on all ranks
+            # the same on all ranks
+            device, expected = (getattr(x, "type", x) for x in (device, expected))
         raise ValueError(f"{name} must be on {expected} like {first}, got {device}")

@@ -3,9 +3,15 @@
 
 def shown(value) -> str:
     """A value for a message, which must be the same on all ranks: objects by their type."""
-    if type(value) in (list, tuple) and not all(isinstance(x, (str, float, int, list, tuple)) for x in value):
+    if type(value) in (list, tuple) and not all(
+        isinstance(x, (str, float, int, list, tuple)) for x in value
+    ):
         return str([type_name(x) for x in value])
-    return type_name(value) if isinstance(value, (type, dict)) or type(value).__module__ != "builtins" else repr(value)
+    return (
+        type_name(value)
+        if isinstance(value, (type, dict)) or type(value).__module__ != "builtins"
+        else repr(value)
+    )
 
 
 def type_name(value) -> str:

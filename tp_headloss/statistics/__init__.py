@@ -1,10 +1,12 @@
-"""The specification: what is computed from a row of logits, how partial results merge, and what is differentiated.
+"""The specification: what is computed from a row of logits, how partial results merge, and what is
+differentiated.
 
-One family per file, see `family` for the contract and `FAMILIES`. `Layout` alone numbers the rows of a call's buffers.
+One family per file, see `family` for the contract and `FAMILIES`. `Layout` alone numbers the rows
+of a call's buffers.
 
-A *packet* is the partial result of one chunk of the vocabulary: some fp32 numbers per token. Packets of all ranks are
-merged in float64, in vocabulary order, and results are rounded once (by the kernels twice: `topk_log_mass` and
-`vocab_forward_kl` without a tail).
+A *packet* is the partial result of one chunk of the vocabulary: some fp32 numbers per token.
+Packets of all ranks are merged in float64, in vocabulary order, and results are rounded once (by
+the kernels twice: `topk_log_mass` and `vocab_forward_kl` without a tail).
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ BUILT_IN: tuple[Family, ...] = (
     RankFamily(),
 )
 FAMILIES = BUILT_IN  # and those of `register_statistic`, as long as the process lives
-FULL_TEACHER = (*TeacherFamily.statistics, *DivergenceFamily.statistics)  # statistics that need a `Teacher`
+# statistics that need a `Teacher`
+FULL_TEACHER = (*TeacherFamily.statistics, *DivergenceFamily.statistics)
 TOPK_TEACHER = TopKFamily.statistics  # statistics that need a `TopKTeacher`
 OVER_SETS = SetsFamily.statistics  # statistics that need `IdSets`
 AT_IDS = AtIdsFamily.statistics  # statistics that need ids
@@ -60,12 +63,21 @@ def known_statistics() -> tuple[str, ...]:
 
 def names_without_sums(want: tuple[str, ...]) -> list[str]:
     """The names among `want` whose merged sums cannot be added up, as transport="sum" does."""
-    return [name for family in FAMILIES if not family.adds_up for name in family.statistics if name in want]
+    return [
+        name
+        for family in FAMILIES
+        if not family.adds_up
+        for name in family.statistics
+        if name in want
+    ]
 
 
 def families_with(family: Family) -> tuple[Family, ...]:
-    """The families and a new one. Registered ones are ordered by name, so that all ranks have one order of rows."""
-    registered = sorted([*FAMILIES[len(BUILT_IN) :], family], key=lambda known: sorted(known.statistics))
+    """The families and a new one. Registered ones are ordered by name, so that all ranks have one
+    order of rows."""
+    registered = sorted(
+        [*FAMILIES[len(BUILT_IN) :], family], key=lambda known: sorted(known.statistics)
+    )
     return (*BUILT_IN, *registered)
 
 
@@ -76,53 +88,87 @@ def add_family(family: Family) -> None:
 
 
 def owners_of_rows(kind: str, families: tuple[Family, ...]) -> dict[str, Family]:
-    """The family of each row of a kind ("packet_rows", say) in calls that want everything, by the row's name."""
+    """The family of each row of a kind ("packet_rows", say) in calls that want everything, by the
+    row's name."""
     want = tuple(name for family in families for name in family.statistics)
     calls = [Wanted(has_labels, want, student_sum=True) for has_labels in (True, False)]
-    return {row: family for family in families for call in calls for row in getattr(family, kind)(call)}
+    return {
+        row: family for family in families for call in calls for row in getattr(family, kind)(call)
+    }
 
 
 class Layout:
-    """The rows of one kind of call by name: packets, what the backward keeps, and what is reported."""
+    """The rows of one kind of call by name: packets, what the backward keeps, and what is
+    reported."""
 
-    def __init__(self, has_labels: bool, want: tuple[str, ...], families: tuple[Family, ...], n_ids: int = 0):
+    def __init__(
+        self, has_labels: bool, want: tuple[str, ...], families: tuple[Family, ...], n_ids: int = 0
+    ):
         call = Wanted(has_labels, want)
         self.families = tuple(family for family in families if family.wanted(call))
         student_sum = any(family.needs_student_sum(call) for family in self.families)
         self.call = call = call._replace(student_sum=student_sum)
         self.has_labels, self.want = has_labels, want
-        self.second = tuple(row for name in self._rows("second_rows") for row in (name, f"{name}_mean"))
+        self.second = tuple(
+            row for name in self._rows("second_rows") for row in (name, f"{name}_mean")
+        )
         self.needs_label_logits = any(family.needs_label_logits for family in self.families)
         self.packet = self._rows("packet_rows")
         self.merged = (*self._rows("merged_rows"), *self.second[1::2])
         self.values = (*self._rows("value_rows"), *self.second[::2])
-        self.flags = {name: dtype for family in self.families for name, dtype in family.flags(call).items()}
+        self.flags = {
+            name: dtype for family in self.families for name, dtype in family.flags(call).items()
+        }
         self.per_id = self._rows("per_id")  # of [N, K] ids each
         self.n_ids = n_ids if self.per_id else 0
-        self.packet_height = len(self.packet) + self.n_ids  # the rows of the ids, which have no names, come last
+        # the rows of the ids, which have no names, come last
+        self.packet_height = len(self.packet) + self.n_ids
         gradients = [name for family in self.families for name in family.gradients]
-        self.gradients = tuple(name for name in gradients if name in self.values or name in self.per_id)
+        self.gradients = tuple(
+            name for name in gradients if name in self.values or name in self.per_id
+        )
         self.outputs = (*self.values, *self.flags, *self.per_id)
         # target_logit's upstream gradient is lse's and log_prob's
         self.differentiable = frozenset((*self.gradients, "target_logit"))
         passing = [name for name in self.outputs if name in self.differentiable]
-        others = [name for name in self.outputs if name not in self.differentiable and name != "owners"]
-        self.reported = (*passing, *others), len(passing)  # fields of `VocabStatistics`, differentiable ones first
-        self.fixed = tuple(i for i, name in enumerate(self.outputs) if name not in self.differentiable)
+        others = [
+            name for name in self.outputs if name not in self.differentiable and name != "owners"
+        ]
+        # fields of `VocabStatistics`, differentiable ones first
+        self.reported = (*passing, *others), len(passing)
+        self.fixed = tuple(
+            i for i, name in enumerate(self.outputs) if name not in self.differentiable
+        )
         known = {name: i for i, name in enumerate((*self.outputs, "labels", "vocab_size"))}
-        self.registered = tuple(name for name in known if name not in (*VocabStatistics._fields, "owners"))
+        self.registered = tuple(
+            name for name in known if name not in (*VocabStatistics._fields, "owners")
+        )
         # (*outputs, labels, vocab_size, None) -> the fields of `VocabStatistics`
-        self.fields = operator.itemgetter(*(known.get(name, -1) for name in VocabStatistics._fields))
+        self.fields = operator.itemgetter(
+            *(known.get(name, -1) for name in VocabStatistics._fields)
+        )
 
     def _rows(self, kind: str) -> tuple[str, ...]:
-        return tuple(row for family in self.families for row in _in_order(family, getattr(family, kind)(self.call)))
+        return tuple(
+            row
+            for family in self.families
+            for row in _in_order(family, getattr(family, kind)(self.call))
+        )
 
-    def empty_outputs(self, like: torch.Tensor, n_rows: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Uninitialised [merged rows [R, N], values [K, N], *flags [N], *statistics of ids [N, ids]]."""
+    def empty_outputs(
+        self, like: torch.Tensor, n_rows: int, dtype: torch.dtype
+    ) -> list[torch.Tensor]:
+        """Uninitialised [merged rows [R, N], values [K, N], *flags [N], *statistics of ids [N,
+        ids]]."""
         merged = like.new_empty((len(self.merged), n_rows), dtype=dtype)
         values = like.new_empty((len(self.values), n_rows), dtype=dtype)
         flags = [like.new_empty(n_rows, dtype=kind) for kind in self.flags.values()]
-        return [merged, values, *flags, *(like.new_empty((n_rows, self.n_ids), dtype=dtype) for _ in self.per_id)]
+        return [
+            merged,
+            values,
+            *flags,
+            *(like.new_empty((n_rows, self.n_ids), dtype=dtype) for _ in self.per_id),
+        ]
 
 
 def _in_order(family: Family, rows: tuple[str, ...]) -> list[str] | tuple[str, ...]:
@@ -131,9 +177,11 @@ def _in_order(family: Family, rows: tuple[str, ...]) -> list[str] | tuple[str, .
 
 
 def layout_of(has_labels: bool, want: tuple[str, ...], ids: torch.Tensor | None = None) -> Layout:
-    """The layout of a call; ids: [N, K] whose log-probs are asked for. One object for equal arguments."""
+    """The layout of a call; ids: [N, K] whose log-probs are asked for. One object for equal
+    arguments."""
     n_ids = 0 if ids is None else ids.shape[1]
-    make = Layout if torch.compiler.is_compiling() else _layout  # torch.compile cannot trace a cached class
+    # torch.compile cannot trace a cached class
+    make = Layout if torch.compiler.is_compiling() else _layout
     return make(has_labels, want, FAMILIES, n_ids)
 
 

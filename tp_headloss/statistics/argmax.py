@@ -1,4 +1,5 @@
-"""argmax: the vocabulary id of the largest logit, the lowest on ties; hits: whether it is the label. No gradient.
+"""argmax: the vocabulary id of the largest logit, the lowest on ties; hits: whether it is the
+label. No gradient.
 
 | packet row                       | merge                        |
 |----------------------------------|------------------------------|
@@ -23,12 +24,16 @@ class ArgmaxFamily(Family):
         return {"index": softmax.z.max(-1).indices + tile.first_id}
 
     def merge(self, rows: dict, merging: Merging) -> dict[str, torch.Tensor]:
-        return {"index": torch.where(merging.peak == merging.shift, rows["index"], torch.inf).amin(0)}
+        return {
+            "index": torch.where(merging.peak == merging.shift, rows["index"], torch.inf).amin(0)
+        }
 
     def join(self, sums: dict, joined: Joined) -> dict[str, torch.Tensor]:
         index, labels = sums["index"], joined.labels
         if labels is not None:
-            wins = (joined.target > joined.shift) | ((joined.target == joined.shift) & (labels < index))
+            wins = (joined.target > joined.shift) | (
+                (joined.target == joined.shift) & (labels < index)
+            )
             index = torch.where(wins, labels.double(), index)
         return {"index": index}
 

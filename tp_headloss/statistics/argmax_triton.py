@@ -1,4 +1,5 @@
-"""Device functions of `argmax`: the loop over tiles finds the tile of the maximum, its column is looked up once.
+"""Device functions of `argmax`: the loop over tiles finds the tile of the maximum, its column is
+looked up once.
 
 Lanes of tiles with several rows keep its columns: their maximum is that of the whole chunk.
 """
@@ -38,7 +39,9 @@ def store(out, n, state, core, chunk, inputs, rows):
     else:
         inside = state[0] + tl.arange(0, core.sum.shape[0])
         columns = chunk.first + inside
-        z = load_logits(inputs, chunk, columns, (inside < inputs.chunk_size) & (columns < inputs.width))
+        z = load_logits(
+            inputs, chunk, columns, (inside < inputs.chunk_size) & (columns < inputs.width)
+        )
         v = tl.where((inside < chunk.size) & (inside != chunk.target), z, float("-inf"))
         index = tl.min(tl.where(v == tl.max(v, axis=0), columns, NO_COLUMN), axis=0)
     tl.store(out + rows.index * n, (chunk.start + index).to(tl.float32))
@@ -67,8 +70,12 @@ def finish(state, joined, out, inputs, rows):
         y = tl.load(inputs.labels + joined.token, mask=joined.here, other=0).to(tl.int64)
         tied = (joined.target == joined.shift) & (y < best)
         best = tl.where((joined.target > joined.shift) | tied, y, best)
-        tl.store(out.hits + joined.token, (best == y) & ~joined.bad & ~joined.ignored, mask=joined.here)
-    tl.store(out.argmax + joined.token, tl.where(joined.bad | joined.ignored, -1, best), mask=joined.here)
+        tl.store(
+            out.hits + joined.token, (best == y) & ~joined.bad & ~joined.ignored, mask=joined.here
+        )
+    tl.store(
+        out.argmax + joined.token, tl.where(joined.bad | joined.ignored, -1, best), mask=joined.here
+    )
 
 
 STATISTICS = Statistics(start, not_rescaled, add, store)

@@ -3,7 +3,18 @@
 import triton
 import triton.language as tl
 
-from .family_triton import Gradient, Merge, Statistics, no_peak, one_lane_sum, one_sum, put, read, upstream, write
+from .family_triton import (
+    Gradient,
+    Merge,
+    Statistics,
+    no_peak,
+    one_lane_sum,
+    one_sum,
+    put,
+    read,
+    upstream,
+    write,
+)
 from .numerics_triton import lane_sum, settle
 
 

@@ -1,4 +1,5 @@
-"""The kernels that leave each id of a set, or of a top-K teacher's entries (whose masses add up), once and ascending.
+"""The kernels that leave each id of a set, or of a top-K teacher's entries (whose masses add up),
+once and ascending.
 
 Names as in `family_triton`; tau: probabilities of a teacher.
 """
@@ -11,7 +12,8 @@ NO_ENTRY = tl.constexpr(2147483647)  # the id of a place without an entry
 
 @triton.jit
 def places_of(ids, list_ptr, count):
-    """How many of a list's `count` ids, which ascend, are less than each of some ids: its place, if it is there."""
+    """How many of a list's `count` ids, which ascend, are less than each of some ids: its place, if
+    it is there."""
     place = tl.zeros_like(ids)
     step = 1
     while step < count:
@@ -35,7 +37,8 @@ def _stored(at, place, inside, ids):
 
 @triton.jit
 def _store_distinct(at, place, inside, ids):
-    """Store the ids of one list that are less than NO_ENTRY once and ascending, and return how many."""
+    """Store the ids of one list that are less than NO_ENTRY once and ascending, and return how
+    many."""
     size = tl.sum((ids < NO_ENTRY).to(tl.int32), axis=0)
     before = _stored(at, place, inside, ids)
     if tl.sum(((ids <= before) & (ids < NO_ENTRY)).to(tl.int32), axis=0) > 0:
@@ -62,7 +65,9 @@ def _log_tau(ids, log_probs, live, size, place, n_ids, scale, RENORMALIZE: tl.co
             one = (place == k) & live
             same = live & (ids == tl.max(tl.where(one, ids, -1), axis=0))
             kept = kept & ~(same & (place > k))
-            new = tl.where(same, tl.max(tl.where(one, log_probs, float("-inf")), axis=0), float("-inf"))
+            new = tl.where(
+                same, tl.max(tl.where(one, log_probs, float("-inf")), axis=0), float("-inf")
+            )
             peak = tl.maximum(log_tau, new)
             safe = tl.where(peak == float("-inf"), 0.0, peak)
             total = total * tl.exp(log_tau - safe) + tl.exp(new - safe)
@@ -79,17 +84,25 @@ def _log_tau(ids, log_probs, live, size, place, n_ids, scale, RENORMALIZE: tl.co
 
 @triton.jit
 def distinct_ids_kernel(
-    ids_out_ptr,  # [all] or [T, K] int32 out: each id of a list once, ascending; behind a row's entries NO_ENTRY
-    spans_out_ptr,  # [T, 2] int64 out: bounds of sets, of no ids for a set with an id that is unknown
-    log_tau_ptr,  # [T, K] fp32 out, -inf where there is no entry, NaN for the only entry of a row with an unknown id
+    # [all] or [T, K] int32 out: each id of a list once, ascending; behind a row's entries NO_ENTRY
+    ids_out_ptr,
+    # [T, 2] int64 out: bounds of sets, of no ids for a set with an id that is unknown
+    spans_out_ptr,
+    # [T, K] fp32 out, -inf where there is no entry, NaN for the only entry of a row with an unknown
+    # id
+    log_tau_ptr,
     ids_ptr,  # as those out, int32 or int64; entries have no spans, and sets no log-probs
     spans_ptr,
     log_probs_ptr,
     scale_ptr,  # [T] fp32 or None: then the number
-    n_ids, vocab_size, scale,
-    RENORMALIZE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One program: the list of one token, if it has at most BLOCK ids. Those that do not ascend are sorted."""
+    n_ids,
+    vocab_size,
+    scale,
+    RENORMALIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program: the list of one token, if it has at most BLOCK ids. Those that do not ascend are
+    sorted."""
     row = tl.program_id(0).to(tl.int64)
     begin = row * n_ids
     count = n_ids
@@ -105,7 +118,9 @@ def distinct_ids_kernel(
         unknown = ids >= vocab_size
         log_probs = 0.0
         if log_probs_ptr is not None:
-            log_probs = tl.load(log_probs_ptr + begin + place, mask=inside, other=float("-inf")).to(tl.float32)
+            log_probs = tl.load(log_probs_ptr + begin + place, mask=inside, other=float("-inf")).to(
+                tl.float32
+            )
             live = live & (log_probs != float("-inf"))
             unknown = live & (unknown | (log_probs != log_probs) | (log_probs == float("inf")))
         bad = tl.max(unknown.to(tl.int32), axis=0)  # 1: none of them counts
@@ -131,7 +146,9 @@ def distinct_ids_kernel(
 @triton.jit
 def _ids_at(ids_ptr, begin, place, count):
     """Ids of a set by their places, -1 where there is none."""
-    ids = tl.load(ids_ptr + begin + place, mask=(place >= 0) & (place < count), other=-1).to(tl.int64)
+    ids = tl.load(ids_ptr + begin + place, mask=(place >= 0) & (place < count), other=-1).to(
+        tl.int64
+    )
     return tl.maximum(ids, -1)
 
 
@@ -145,17 +162,21 @@ def _ones(bits):
 
 @triton.jit
 def _in_order(ids_out_ptr, ids_ptr, seen_ptr, begin, count, words, BLOCK: tl.constexpr):
-    """Write each id of a set once and ascending, and return how many; seen: a bit per id, all 0 before and after."""
+    """Write each id of a set once and ascending, and return how many; seen: a bit per id, all 0
+    before and after."""
     lanes = tl.arange(0, BLOCK)
     for k in range(0, count, BLOCK):
         ids = _ids_at(ids_ptr, begin, k + lanes, count).to(tl.int32)
         bit = tl.full([BLOCK], 1, tl.int32) << (ids & 31)
-        tl.atomic_or(seen_ptr + ids // 32, bit, mask=ids >= 0, sem="relaxed")  # the barrier orders them
+        # the barrier orders them
+        tl.atomic_or(seen_ptr + ids // 32, bit, mask=ids >= 0, sem="relaxed")
     tl.debug_barrier()  # all are marked
     written = 0
     for first in range(0, words, BLOCK):
         word = first + lanes
-        bits = tl.load(seen_ptr + word, mask=word < words, other=0, cache_modifier=".cg").to(tl.uint32, bitcast=True)
+        bits = tl.load(seen_ptr + word, mask=word < words, other=0, cache_modifier=".cg").to(
+            tl.uint32, bitcast=True
+        )
         tl.store(seen_ptr + word, tl.zeros([BLOCK], tl.int32), mask=bits != 0)
         ones = _ones(bits).to(tl.int32)
         place = begin + written + tl.cumsum(ones, axis=0) - ones
@@ -177,10 +198,13 @@ def sets_kernel(
     ids_ptr,  # [all] int32 or int64
     spans_ptr,  # [T, 2] int64
     seen_ptr,  # [programs, words] int32, all 0: a bit for each id
-    n_rows, vocab_size,
-    SMALL: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One program: sets of more than SMALL ids of some tokens. Ids that do not ascend are marked and listed."""
+    n_rows,
+    vocab_size,
+    SMALL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program: sets of more than SMALL ids of some tokens. Ids that do not ascend are marked
+    and listed."""
     lanes = tl.arange(0, BLOCK)
     words = vocab_size // 32 + 1
     seen_ptr += tl.program_id(0).to(tl.int64) * words

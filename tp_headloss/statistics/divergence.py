@@ -1,7 +1,9 @@
-"""jsd and total_variation: divergences whose terms need both normalisers, hence a second, small exchange.
+"""jsd and total_variation: divergences whose terms need both normalisers, hence a second, small
+exchange.
 
-Its packets hold a value and the mean that the gradient subtracts, merged by adding. With p' and q as in `teacher`,
-m = beta q + (1 - beta) p', d = p' - q, v_j = (1 - beta) p'_j log(p'_j / m_j), w_j = beta q_j log(q_j / m_j):
+Its packets hold a value and the mean that the gradient subtracts, merged by adding. With p' and q
+as in `teacher`, m = beta q + (1 - beta) p', d = p' - q, v_j = (1 - beta) p'_j log(p'_j / m_j), w_j
+= beta q_j log(q_j / m_j):
 
 | statistic       | value            | mean                   | d/dz'_j                     |
 |-----------------|------------------|------------------------|-----------------------------|
@@ -22,21 +24,29 @@ class DivergenceFamily(Family):
     def second_rows(self, call: Wanted) -> tuple[str, ...]:
         return tuple(name for name in self.statistics if name in call.want)
 
-    def second(self, name: str, tile: Tile, merged: dict, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def second(
+        self, name: str, tile: Tile, merged: dict, beta: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         p, q = probabilities(tile, merged)
         if name == "jsd":
             student, teacher = jensen_shannon_parts(p, q, beta)
             return row_sum(student + teacher), row_sum(student)
         return row_sum(0.5 * (p - q).abs()), row_sum(0.5 * p * (p - q).sign())
 
-    def scaled(self, total, tile: Tile, merged: dict, grads: dict, beta: float, want: tuple[str, ...]):
+    def scaled(
+        self, total, tile: Tile, merged: dict, grads: dict, beta: float, want: tuple[str, ...]
+    ):
         if not any(name in grads for name in self.statistics):
             return total
         p, q = probabilities(tile, merged)
         if "jsd" in grads:
-            total = total + grads["jsd"] * (jensen_shannon_parts(p, q, beta)[0] - p * merged["jsd_mean"])
+            total = total + grads["jsd"] * (
+                jensen_shannon_parts(p, q, beta)[0] - p * merged["jsd_mean"]
+            )
         if "total_variation" in grads:
-            total = total + grads["total_variation"] * p * (0.5 * (p - q).sign() - merged["total_variation_mean"])
+            total = total + grads["total_variation"] * p * (
+                0.5 * (p - q).sign() - merged["total_variation_mean"]
+            )
         return total
 
 

@@ -3,13 +3,29 @@
 import triton
 import triton.language as tl
 
-from .family_triton import Gradient, load_logits, load_teacher, nothing_loaded, open_chunk_again, upstream
-from .numerics_triton import LOG2_E, LOG_2, exp2, fixed_sum, half_sign, log2_mixture, relative_information
+from .family_triton import (
+    Gradient,
+    load_logits,
+    load_teacher,
+    nothing_loaded,
+    open_chunk_again,
+    upstream,
+)
+from .numerics_triton import (
+    LOG2_E,
+    LOG_2,
+    exp2,
+    fixed_sum,
+    half_sign,
+    log2_mixture,
+    relative_information,
+)
 
 
 @triton.jit
 def _add(state, log2_p, log2_q, inputs, rows):
-    """Add a tile of log2-probabilities to lane sums: p log2(p / m), q log2(q / m), |p - q| / 2, p sign(p - q) / 2."""
+    """Add a tile of log2-probabilities to lane sums: p log2(p / m), q log2(q / m), |p - q| / 2, p
+    sign(p - q) / 2."""
     student = state[0]
     teacher = state[1]
     variation = state[2]
@@ -45,10 +61,14 @@ def divergence_kernel(
     merged_ptr,  # [R, T] fp32
     merged,  # numbers of merged rows by name
     rows,  # numbers of the packets' rows by name
-    n_rows, start, valid_width, chunks,
+    n_rows,
+    start,
+    valid_width,
+    chunks,
     BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One program: the packet of the second exchange of one chunk of one row; p and q are probabilities by now."""
+):
+    """One program: the packet of the second exchange of one chunk of one row; p and q are
+    probabilities by now."""
     row = (tl.program_id(0) // chunks).to(tl.int64)
     index = tl.program_id(0) % chunks
     n = n_rows.to(tl.int64)
@@ -75,7 +95,9 @@ def divergence_kernel(
         z = load_logits(inputs, chunk, columns, reading)
         u = load_teacher(inputs, chunk, columns, reading)
         log2_p = tl.where(inside < chunk.size, (z - shift) * a - log2_student, float("-inf"))
-        log2_q = tl.where(inside < chunk.size, (u - teacher_shift) * LOG2_E - log2_teacher, float("-inf"))
+        log2_q = tl.where(
+            inside < chunk.size, (u - teacher_shift) * LOG2_E - log2_teacher, float("-inf")
+        )
         state = _add(state, log2_p, log2_q, inputs, rows)
     _store(packets_ptr + index.to(tl.int64) * rows.height * n + row, n, state, inputs, rows, BLOCK)
 

@@ -1,6 +1,7 @@
 """A top-K teacher's entries: their packet rows, their second exchange.
 
-Names as in `family_triton`; E entries per token, tau their probabilities, s = softmax of z' over the entries.
+Names as in `family_triton`; E entries per token, tau their probabilities, s = softmax of z' over
+the entries.
 """
 
 import triton
@@ -8,7 +9,16 @@ import triton.language as tl
 
 from .distinct_triton import NO_ENTRY
 from .family_triton import open_chunk_again, transform
-from .numerics_triton import LOG2_E, LOG_2, SMALLEST, exp, fixed_sum, log2, log2_mixture, relative_information
+from .numerics_triton import (
+    LOG2_E,
+    LOG_2,
+    SMALLEST,
+    exp,
+    fixed_sum,
+    log2,
+    log2_mixture,
+    relative_information,
+)
 
 AT_ONCE = tl.constexpr(128)  # entries that the programs of one warp read at once
 SUMMED = tl.constexpr(32)  # entries of a chunk that they sum at once
@@ -16,7 +26,8 @@ SUMMED = tl.constexpr(32)  # entries of a chunk that they sum at once
 
 @triton.jit
 def entries_in_chunk(chunk, inputs):
-    """Number of the first of a row's entries, which ascend, that is in a chunk, and how many are."""
+    """Number of the first of a row's entries, which ascend, that is in a chunk, and how many
+    are."""
     first = chunk.start + chunk.first
     before = 0
     count = 0
@@ -31,17 +42,25 @@ def entries_in_chunk(chunk, inputs):
 
 @triton.jit
 def load_at_ids(ids, inputs, chunk, at, live):
-    """Columns of a row's live ids numbered `at` in a list, z of those in the chunk (-inf else), and which these are."""
+    """Columns of a row's live ids numbered `at` in a list, z of those in the chunk (-inf else), and
+    which these are."""
     columns = tl.load(ids + at, mask=live, other=-1) - chunk.start
     here = (columns >= chunk.first) & (columns < chunk.first + chunk.size)
-    x = tl.load(inputs.x + chunk.row * inputs.x_row + columns.to(tl.int64) * inputs.x_column, mask=here, other=0.0)
-    z, _ = transform(x.to(tl.float32), tl.where(here, columns, inputs.width), inputs, chunk.pre, chunk.post)
+    x = tl.load(
+        inputs.x + chunk.row * inputs.x_row + columns.to(tl.int64) * inputs.x_column,
+        mask=here,
+        other=0.0,
+    )
+    z, _ = transform(
+        x.to(tl.float32), tl.where(here, columns, inputs.width), inputs, chunk.pre, chunk.post
+    )
     return columns, tl.where(here, z, float("-inf")), here
 
 
 @triton.jit
 def store_entry_sums(out, n, begin, count, chunk, inputs, rows):
-    """Store the packet rows of one chunk of one row; begin, count: of its entries, see `entries_in_chunk`."""
+    """Store the packet rows of one chunk of one row; begin, count: of its entries, see
+    `entries_in_chunk`."""
     m = -float("inf")
     s = tl.zeros([SUMMED], tl.float32)
     mass = tl.zeros([SUMMED], tl.float32)
@@ -78,11 +97,14 @@ def store_entry_sums(out, n, begin, count, chunk, inputs, rows):
 
 @triton.jit
 def entry_softmax(z, at, n, a, merged, inputs):
-    """The student's softmax over the entries, and y = a (z - topk_shift); at: the token's first merged row."""
+    """The student's softmax over the entries, and y = a (z - topk_shift); at: the token's first
+    merged row."""
     shifted = z - tl.load(at + merged.topk_shift * n)
     if inputs.student_scale is not None:
         shifted *= a
-    return tl.where(z == float("-inf"), 0.0, exp(shifted) / tl.load(at + merged.topk_sum * n)), shifted
+    return tl.where(
+        z == float("-inf"), 0.0, exp(shifted) / tl.load(at + merged.topk_sum * n)
+    ), shifted
 
 
 @triton.jit
@@ -100,9 +122,12 @@ def entry_divergence_kernel(
     merged_ptr,  # [R, T] fp32
     merged,  # numbers of merged rows by name
     rows,  # numbers of the packets' rows by name
-    n_rows, start, valid_width, chunks,
+    n_rows,
+    start,
+    valid_width,
+    chunks,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """One program: the entries' packet of the second exchange of one chunk of one row."""
     row = (tl.program_id(0) // chunks).to(tl.int64)
     index = tl.program_id(0) % chunks
@@ -116,7 +141,9 @@ def entry_divergence_kernel(
     lanes = tl.arange(0, BLOCK)
     for k in range(0, inputs.n_entries, BLOCK):
         place = row * inputs.n_entries + k + lanes
-        _columns, z, here = load_at_ids(inputs.entries, inputs, chunk, place, k + lanes < inputs.n_entries)
+        _columns, z, here = load_at_ids(
+            inputs.entries, inputs, chunk, place, k + lanes < inputs.n_entries
+        )
         log_tau = tl.load(inputs.entry_log_probs + place, mask=here, other=float("-inf"))
         p, _shifted = entry_softmax(z, at, n, chunk.student_scale, merged, inputs)
         q = tl.exp(log_tau)

@@ -32,4 +32,6 @@ class EntropyFamily(Family):
     def coefficient(self, coefficient, shifted, weight, merged: dict, grads: dict):
         if "entropy" not in grads:
             return coefficient
-        return coefficient - grads["entropy"] * torch.where(shifted == -torch.inf, 0.0, shifted - merged["mean"])
+        return coefficient - grads["entropy"] * torch.where(
+            shifted == -torch.inf, 0.0, shifted - merged["mean"]
+        )

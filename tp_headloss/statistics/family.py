@@ -1,14 +1,18 @@
-"""The contract of a family of statistics: what it sends, how its sums merge, what it reports, and its gradient.
+"""The contract of a family of statistics: what it sends, how its sums merge, what it reports, and
+its gradient.
 
-A family is a monoid, written once. Its *packet rows* are partial sums over some columns relative to their maximum;
-`rescale` moves them to a larger maximum, and adding rescaled rows merges them, whether they come from two tiles, two
-chunks or two ranks. Carriers (the kernels and the eager loops in `engine`) know families by this contract only.
+A family is a monoid, written once. Its *packet rows* are partial sums over some columns relative to
+their maximum; `rescale` moves them to a larger maximum, and adding rescaled rows merges them,
+whether they come from two tiles, two chunks or two ranks. Carriers (the kernels and the eager loops
+in `engine`) know families by this contract only.
 
-A family has two files: `x.py`, a subclass of `Family` in plain torch, which is the definition; and `x_triton.py`, its
-device functions, apart because importing the package loads no Triton (see `device`).
+A family has two files: `x.py`, a subclass of `Family` in plain torch, which is the definition; and
+`x_triton.py`, its device functions, apart because importing the package loads no Triton (see
+`device`).
 
-Words: x raw logit, z transformed logit, y label, M = max z, S = sum exp(z - M), p = softmax(z). The column of the label
-(the target) stays out of every sum and is joined at the end, so that confident tokens keep full relative accuracy.
+Words: x raw logit, z transformed logit, y label, M = max z, S = sum exp(z - M), p = softmax(z). The
+column of the label (the target) stays out of every sum and is joined at the end, so that confident
+tokens keep full relative accuracy.
 """
 
 import importlib
@@ -16,8 +20,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-# A "torch.Tensor | MaybeNone" is None if the call has no such thing. It is not a "torch.Tensor | None", because whoever
-# reads it has asked for it, and would have to say so again in each line.
+# A "torch.Tensor | MaybeNone" is None if the call has no such thing. It is not a "torch.Tensor |
+# None", because whoever reads it has asked for it, and would have to say so again in each line.
 MaybeNone: TypeAlias = Any
 
 
@@ -26,27 +30,33 @@ class Wanted(NamedTuple):
 
     has_labels: bool
     want: tuple[str, ...]
-    student_sum: bool = False  # some family normalises the student at the teacher's temperature, too
+    # some family normalises the student at the teacher's temperature, too
+    student_sum: bool = False
 
     def any_of(self, names) -> bool:
         return any(name in self.want for name in names)
 
 
 class Tile(NamedTuple):
-    """One block of rows of some columns, in float32 or float64, with the inputs that belong to it."""
+    """One block of rows of some columns, in float32 or float64, with the inputs that belong to
+    it."""
 
     z: torch.Tensor  # [n, w] transformed logits
     slope: torch.Tensor | float  # dz/dx
-    target: torch.Tensor | MaybeNone  # [n] column of the label, outside of [0, w) if another tile has it
+    # [n] column of the label, outside of [0, w) if another tile has it
+    target: torch.Tensor | MaybeNone
     column_weight: torch.Tensor | MaybeNone  # [w]
     teacher: torch.Tensor | MaybeNone  # [n, w] the teacher's logits, divided by its temperature
-    scale: torch.Tensor | float  # factor of z where it is compared with a teacher, [n, 1] or a number
-    entries: torch.Tensor | MaybeNone  # [n, K] columns of a top-K teacher's entries; w where another tile has the entry
+    # factor of z where it is compared with a teacher, [n, 1] or a number
+    scale: torch.Tensor | float
+    # [n, K] columns of a top-K teacher's entries; w where another tile has the entry
+    entries: torch.Tensor | MaybeNone
     entry_log_probs: torch.Tensor | MaybeNone  # [n, K]
     members: torch.Tensor | MaybeNone  # [n, w] bool: columns of each token's set
     first_id: int  # vocabulary id of the first column
     label_logits: torch.Tensor | MaybeNone = None  # [n] z of the labels, whatever tile has them
-    ids: torch.Tensor | MaybeNone = None  # [n, K] columns of given ids; w where another tile has the id
+    # [n, K] columns of given ids; w where another tile has the id
+    ids: torch.Tensor | MaybeNone = None
 
 
 class Softmax(NamedTuple):
@@ -92,12 +102,13 @@ class Joined(NamedTuple):
 
 
 class Family:
-    """A group of statistics that share their sums. Subclasses override what differs from adding sums up."""
+    """A group of statistics that share their sums. Subclasses override what differs from adding
+    sums up."""
 
     statistics: tuple[str, ...] = ()  # names for `want` that this family serves
     gradients: tuple[str, ...] = ()  # those among its values that have a gradient
-    # what the three methods of these names return, where it is the same for each call; a row has a name that no other
-    # family has, and that of a maximum ends in "max" (merged: "shift")
+    # what the three methods of these names return, where it is the same for each call; a row has a
+    # name that no other family has, and that of a maximum ends in "max" (merged: "shift")
     packet: tuple[str, ...] = ()
     merged: tuple[str, ...] = ()
     values: tuple[str, ...] | None = None  # None: the statistics that are wanted
@@ -123,14 +134,19 @@ class Family:
 
     def value_rows(self, call: Wanted) -> tuple[str, ...]:
         """Names of the reported fp32 statistics."""
-        return tuple(name for name in self.statistics if name in call.want) if self.values is None else self.values
+        return (
+            tuple(name for name in self.statistics if name in call.want)
+            if self.values is None
+            else self.values
+        )
 
     def flags(self, call: Wanted) -> dict[str, torch.dtype]:
         """Names and dtypes of reported statistics that are no fp32 numbers."""
         return {}
 
     def per_id(self, call: Wanted) -> tuple[str, ...]:
-        """Names of the reported fp32 statistics [N, K] of K given ids, each a packet row without a name."""
+        """Names of the reported fp32 statistics [N, K] of K given ids, each a packet row without a
+        name."""
         return ()
 
     def second_rows(self, call: Wanted) -> tuple[str, ...]:
@@ -141,13 +157,18 @@ class Family:
         """The packet rows [n] of one tile; rows: the names that are wanted."""
         return {}
 
-    def rescale(self, rows: dict, drop: torch.Tensor, factor: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Rows relative to a maximum that is larger by -drop; factor = exp(drop). By default no row is relative."""
+    def rescale(
+        self, rows: dict, drop: torch.Tensor, factor: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """Rows relative to a maximum that is larger by -drop; factor = exp(drop). By default no row
+        is relative."""
         return {name: rows[name] for name in self.packet}
 
     def merge(self, rows: dict, merging: Merging) -> dict[str, torch.Tensor]:
         """Rows [packets, N] -> sums [N]."""
-        return {name: x.sum(0) for name, x in self.rescale(rows, merging.drop, merging.factor).items()}
+        return {
+            name: x.sum(0) for name, x in self.rescale(rows, merging.drop, merging.factor).items()
+        }
 
     def target(self, p: torch.Tensor, offset: torch.Tensor) -> dict[str, torch.Tensor]:
         """The rows of the target column alone, p = exp(offset)."""
@@ -159,14 +180,19 @@ class Family:
             return sums
         target = self.target(joined.p_target, joined.offset)
         rescaled = self.rescale(sums, joined.drop, joined.factor)
-        return sums | {name: x + target[name] if name in target else x for name, x in rescaled.items()}
+        return sums | {
+            name: x + target[name] if name in target else x for name, x in rescaled.items()
+        }
 
     def finish(self, sums: dict, joined: Joined) -> tuple[dict, dict]:
         """Joined sums [N] -> values (and flags) by name, merged rows by name; float64."""
         return {}, {}
 
-    def second(self, name: str, tile: Tile, merged: dict, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """One tile's part [n] of a statistic of the second exchange, and of the mean that its gradient subtracts."""
+    def second(
+        self, name: str, tile: Tile, merged: dict, beta: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One tile's part [n] of a statistic of the second exchange, and of the mean that its
+        gradient subtracts."""
         raise NotImplementedError
 
     def coefficient(self, coefficient, shifted, weight, merged: dict, grads: dict):
@@ -177,18 +203,22 @@ class Family:
         """Add to the gradient [n, w] with respect to z."""
         return dz
 
-    def scaled(self, total, tile: Tile, merged: dict, grads: dict, beta: float, want: tuple[str, ...]):
+    def scaled(
+        self, total, tile: Tile, merged: dict, grads: dict, beta: float, want: tuple[str, ...]
+    ):
         """Add to the gradient [n, w] with respect to scale z (None: nothing yet)."""
         return total
 
     @property
     def device(self):
-        """The module of this family's device functions: STATISTICS, MERGE and GRADIENT, as far as it has them."""
+        """The module of this family's device functions: STATISTICS, MERGE and GRADIENT, as far as
+        it has them."""
         return importlib.import_module(f"{type(self).__module__}_triton")
 
 
 def decay(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """a - b and exp(a - b) for a <= b, where a = -inf is the empty sum: 0 and 0, also if b = -inf."""
+    """a - b and exp(a - b) for a <= b, where a = -inf is the empty sum: 0 and 0, also if b =
+    -inf."""
     empty = a == -torch.inf
     difference = torch.where(empty, 0.0, a - b)
     return difference, torch.where(empty, 0.0, difference.exp())

@@ -1,15 +1,20 @@
 """The contract of a family's device functions, and what they share; `family` is their definition.
 
-A family's module has up to three tuples of functions, which carriers call in the order of the families:
+A family's module has up to three tuples of functions, which carriers call in the order of the
+families:
 
-* STATISTICS, for streaming logits: `start` a state, `rescale` it when the maximum moves, `add` a tile, `store` rows.
-* MERGE, of packets: `start` a state, take a packet's `peak` (families with a maximum of their own), `add` its rows;
-  then `fold` the state into one packet again, or `finish`: join the target, and store merged rows and values.
-* GRADIENT: `load` per-token numbers, add to p's `coefficient` off the target, to that `at_target`, or `direct`ly.
+* STATISTICS, for streaming logits: `start` a state, `rescale` it when the maximum moves, `add` a
+  tile, `store` rows.
+* MERGE, of packets: `start` a state, take a packet's `peak` (families with a maximum of their own),
+  `add` its rows; then `fold` the state into one packet again, or `finish`: join the target, and
+  store merged rows and values.
+* GRADIENT: `load` per-token numbers, add to p's `coefficient` off the target, to that `at_target`,
+  or `direct`ly.
 
-A hook that a family does not need is one of the neutral ones below, which return their accumulator: they cost nothing.
-Contributions are elementwise, so a tile may have any shape. Names: x raw logit, z transformed logit, v the same without
-the target, m maximum, a the student's scale where it meets a teacher, T tokens.
+A hook that a family does not need is one of the neutral ones below, which return their accumulator:
+they cost nothing. Contributions are elementwise, so a tile may have any shape. Names: x raw logit,
+z transformed logit, v the same without the target, m maximum, a the student's scale where it meets
+a teacher, T tokens.
 """
 
 from typing import NamedTuple
@@ -90,28 +95,32 @@ def same_gradient(dz, state, tile, token, grads, inputs, rows):
 class Gradient(NamedTuple):
     """Hooks for the gradient."""
 
-    load: object  # (grads, token, inputs, rows) -> state; grads: upstream gradients by name, see `upstream`
-    coefficient: object = same_coefficient  # (away, state, shifted, p, token) -> away, already divided by S
+    # (grads, token, inputs, rows) -> state; grads: upstream gradients by name, see `upstream`
+    load: object
+    # (away, state, shifted, p, token) -> away, already divided by S
+    coefficient: object = same_coefficient
     at_target: object = same_at_target  # (common, state, offset, token) -> common
     direct: object = same_gradient  # (dz, state, tile, token, grads, inputs, rows) -> dz
 
 
 @triton.jit
 def loss_of_row(loss, row):
-    """Gradient of the reduced loss for a statistic of a row whose coefficient is 1, in float64; 0 without a loss."""
+    """Gradient of the reduced loss for a statistic of a row whose coefficient is 1, in float64; 0
+    without a loss."""
     factor = 0.0
     if loss.upstream is not None:
         factor = tl.load(loss.upstream) * tl.load(loss.inverse)
         if loss.weight is not None:
             weight = tl.load(loss.weight + row)
-            factor = tl.where(weight == 0.0, 0.0, factor * weight)  # 0 for a weight of 0, whatever the factor is
+            # 0 for a weight of 0, whatever the factor is
+            factor = tl.where(weight == 0.0, 0.0, factor * weight)
     return factor
 
 
 @triton.jit
 def upstream(grad, token):
-    """A token's upstream gradient of a statistic: 0 for None, from memory [T], or from the loss by its coefficient (c,)
-    or, where the loss has the square of the value [T], by (c, value)."""
+    """A token's upstream gradient of a statistic: 0 for None, from memory [T], or from the loss by
+    its coefficient (c,) or, where the loss has the square of the value [T], by (c, value)."""
     g = 0.0
     if grad is not None:
         if isinstance(grad, tl.tensor):
@@ -126,7 +135,8 @@ def upstream(grad, token):
 
 @triton.jit
 def row_factors(inputs, row):
-    """The factors before and after the softcap, with the token's temperature in the one that it scales."""
+    """The factors before and after the softcap, with the token's temperature in the one that it
+    scales."""
     pre = 1.0
     post = 1.0
     if inputs.pre is not None:
@@ -188,18 +198,23 @@ def open_chunk(inputs, row, index, n_rows, start, valid_width, ignore_index):
         target = y - start - first
         owned = (target >= 0) & (target < size)
         target = tl.where(owned, target, -1).to(tl.int32)
-    return Chunk(row, first, size, start, target, owned, ignored, pre, post, teacher_scale, student_scale)
+    return Chunk(
+        row, first, size, start, target, owned, ignored, pre, post, teacher_scale, student_scale
+    )
 
 
 @triton.jit
 def open_chunk_again(inputs, merged_ptr, merged, row, index, n_rows, start, valid_width):
-    """Chunk number `index` of a row in the second exchange, where the merged sum says whether the row is ignored."""
+    """Chunk number `index` of a row in the second exchange, where the merged sum says whether the
+    row is ignored."""
     first = index * inputs.chunk_size
     ignored = tl.load(merged_ptr + merged.sum * n_rows.to(tl.int64) + row) == 0.0
     size = tl.where(ignored, 0, tl.maximum(tl.minimum(inputs.chunk_size, valid_width - first), 0))
     pre, post = row_factors(inputs, row)
     teacher_scale, student_scale = teacher_scales(inputs, row, n_rows)
-    return Chunk(row, first, size, start, -1, False, ignored, pre, post, teacher_scale, student_scale)
+    return Chunk(
+        row, first, size, start, -1, False, ignored, pre, post, teacher_scale, student_scale
+    )
 
 
 @triton.jit
@@ -217,7 +232,11 @@ def load_logits(inputs, chunk, columns, mask):
 @triton.jit
 def load_teacher(inputs, chunk, columns, mask):
     """The teacher's scaled logits at some columns of a row, unselected."""
-    at = inputs.teacher + chunk.row * inputs.teacher_row + columns.to(tl.int64) * inputs.teacher_column
+    at = (
+        inputs.teacher
+        + chunk.row * inputs.teacher_row
+        + columns.to(tl.int64) * inputs.teacher_column
+    )
     if mask is not None:
         u = widen(tl.load(at, mask=mask, other=0.0))
     else:

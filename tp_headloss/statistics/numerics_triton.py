@@ -1,6 +1,8 @@
-"""Numerics of the device functions: everything in fp32 (merges in float64), -inf selected on the exponential.
+"""Numerics of the device functions: everything in fp32 (merges in float64), -inf selected on the
+exponential.
 
-Loads are cast to fp32 at once (the interpreter errs with bf16), row offsets are int64, token counts never constants.
+Loads are cast to fp32 at once (the interpreter errs with bf16), row offsets are int64, token counts
+never constants.
 """
 
 import torch
@@ -9,17 +11,20 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOG_2 = tl.constexpr(0.6931471805599453)
-SMALLEST = tl.constexpr(1.1754943508222875e-38)  # 2^-126, the smallest number that is not flushed to 0
+# 2^-126, the smallest number that is not flushed to 0
+SMALLEST = tl.constexpr(1.1754943508222875e-38)
 
 
 @triton.jit
 def exp(x):
-    """exp(x), on NVIDIA GPUs flushed to 0 below 2^-126: two instructions, where keeping denormals takes five."""
+    """exp(x), on NVIDIA GPUs flushed to 0 below 2^-126: two instructions, where keeping denormals
+    takes five."""
     return exp2(x * LOG2_E) if PTX else tl.exp(x)
 
 
 INTERPRETED = tl.constexpr(not isinstance(exp, triton.JITFunction))
-PTX = tl.constexpr(not INTERPRETED.value and torch.version.hip is None)  # whether inline assembly is NVIDIA's
+# whether inline assembly is NVIDIA's
+PTX = tl.constexpr(not INTERPRETED.value and torch.version.hip is None)
 
 
 @triton.jit
@@ -28,20 +33,25 @@ def reciprocal(x):
     if not PTX:
         y = 1.0 / x
     else:
-        y = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+        y = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
     return y
 
 
 @triton.jit
 def largest(x, BITS: tl.constexpr):
-    """Maximum of a tile [BLOCK] that was loaded as elements of so many bits. As integers in the same order, the numbers
-    of a warp's threads are compared by one instruction."""
+    """Maximum of a tile [BLOCK] that was loaded as elements of so many bits. As integers in the
+    same order, the numbers of a warp's threads are compared by one instruction."""
     if not PTX or BITS != 16:
         y = tl.max(x, axis=0)
     else:
         WIDE: tl.constexpr = min(8, x.shape[0] // 32)  # elements side by side in a thread
-        thread_largest = tl.max(tl.max(tl.reshape(x, [x.shape[0] // (32 * WIDE), 32, WIDE]), axis=2), axis=0)
-        bits = tl.maximum(thread_largest, -float("inf")).to(tl.int32, bitcast=True)  # a NaN would be the largest
+        thread_largest = tl.max(
+            tl.max(tl.reshape(x, [x.shape[0] // (32 * WIDE), 32, WIDE]), axis=2), axis=0
+        )
+        # a NaN would be the largest
+        bits = tl.maximum(thread_largest, -float("inf")).to(tl.int32, bitcast=True)
         bits = tl.max(bits ^ ((bits >> 31) & 0x7FFFFFFF), axis=0)
         y = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
     return y
@@ -54,9 +64,13 @@ def times(x, factor):
         y = x * factor
     else:
         y = tl.inline_asm_elementwise(
-            "mul.rn.f32 $0, $1, $2;" if PTX else "v_mul_f32 $0, $1, $2", "=f,f,f" if PTX else "=v,v,v", [x, factor],
-            dtype=tl.float32, is_pure=True, pack=1,
-        )  # fmt: skip
+            "mul.rn.f32 $0, $1, $2;" if PTX else "v_mul_f32 $0, $1, $2",
+            "=f,f,f" if PTX else "=v,v,v",
+            [x, factor],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
     return y
 
 
@@ -66,15 +80,19 @@ def exp2(x):
     if not PTX:
         y = tl.exp2(x)
     else:
-        y = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+        y = tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
     return y
 
 
 @triton.jit
 def tanh_and_slope(a):
-    """tanh(a) and 1 - tanh(a)^2, both to a few ulp: below 0.55 by a polynomial, beyond without cancellation.
+    """tanh(a) and 1 - tanh(a)^2, both to a few ulp: below 0.55 by a polynomial, beyond without
+    cancellation.
 
-    Each element has the same bits with any others beside it, and a tile without large ones is done sooner."""
+    Each element has the same bits with any others beside it, and a tile without large ones is done
+    sooner."""
     t = a * a
     p = tl.fma(tl.fma(tl.fma(t, -0.00628256006, 0.0210778173), t, -0.0538538732), t, 0.133326024)
     tanh = tl.fma(a * t, tl.fma(p, t, -0.333333194), a)
@@ -97,7 +115,9 @@ def log2(x):
     if not PTX:
         y = tl.log2(x)
     else:
-        y = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+        y = tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
     return y
 
 
@@ -109,12 +129,17 @@ def log2_mixture(p, q, beta):
 
 @triton.jit
 def widen(x):
-    """To fp32; bf16 in one instruction per element, where the compiler needs two for every other one."""
+    """To fp32; bf16 in one instruction per element, where the compiler needs two for every other
+    one."""
     if x.dtype == tl.bfloat16 and PTX:
         y = tl.inline_asm_elementwise(
             "{ shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000; }",
-            "=r,=r,r", [x], dtype=tl.float32, is_pure=True, pack=2,
-        )  # fmt: skip
+            "=r,=r,r",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )
     else:
         y = x.to(tl.float32)
     return y
@@ -123,12 +148,17 @@ def widen(x):
 @triton.jit
 def rounded(x, dtype: tl.constexpr):
     """fp32 rounded to a half precision, in fp32."""
-    if PTX and dtype == tl.float16:  # in pairs: one by one, the assembler waits for each multiplication of a GEMM
+    # in pairs: one by one, the assembler waits for each multiplication of a GEMM
+    if PTX and dtype == tl.float16:
         y = tl.inline_asm_elementwise(
             "{ .reg .b32 two; .reg .f16 a, b; cvt.rn.f16x2.f32 two, $3, $2; mov.b32 {a, b}, two;"
             " cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }",
-            "=f,=f,f,f", [x], dtype=tl.float32, is_pure=True, pack=2,
-        )  # fmt: skip
+            "=f,=f,f,f",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )
     else:
         y = widen(x.to(dtype))
     return y
@@ -136,7 +166,8 @@ def rounded(x, dtype: tl.constexpr):
 
 @triton.jit
 def fixed_sum(x, LANES: tl.constexpr):
-    """Sum of a vector by halving: one order of additions, whatever register layout the compiler picked."""
+    """Sum of a vector by halving: one order of additions, whatever register layout the compiler
+    picked."""
     n: tl.constexpr = LANES
     for i in tl.static_range(20):
         if (n >> i) > 1:
@@ -156,8 +187,8 @@ def neighbours_sum(x, LANES: tl.constexpr):
 
 @triton.jit
 def lane_sum(x):
-    """Sum over the columns: a scalar of lanes [BLOCK], in `fixed_sum`'s order; sums [ROWS, 1] of a tile [ROWS, BLOCK],
-    whose register layout a GEMM's accumulators give."""
+    """Sum over the columns: a scalar of lanes [BLOCK], in `fixed_sum`'s order; sums [ROWS, 1] of a
+    tile [ROWS, BLOCK], whose register layout a GEMM's accumulators give."""
     if len(x.shape) == 1:
         x = fixed_sum(x, x.shape[0])
     else:
@@ -167,7 +198,8 @@ def lane_sum(x):
 
 @triton.jit
 def decay(a, b):
-    """a - b and exp(a - b) for a <= b, where a = -inf is the empty sum: 0 and 0, also if b = -inf."""
+    """a - b and exp(a - b) for a <= b, where a = -inf is the empty sum: 0 and 0, also if b =
+    -inf."""
     empty = a == float("-inf")
     difference = tl.where(empty, 0.0, a - b)
     return difference, tl.where(empty, 0.0, tl.exp(difference))
@@ -175,7 +207,8 @@ def decay(a, b):
 
 @triton.jit
 def log1p(u):
-    """log(1 + u) in float64 with full relative accuracy for small u (Higham, Accuracy and Stability, 1.14.1)."""
+    """log(1 + u) in float64 with full relative accuracy for small u (Higham, Accuracy and
+    Stability, 1.14.1)."""
     w = 1.0 + u
     return tl.where(w == 1.0, u, tl.log(w) * (u / tl.where(w == 1.0, 1.0, w - 1.0)))
 

@@ -6,11 +6,22 @@ The state: counts, the label's logit, and how many columns of the chunk come bef
 import triton
 import triton.language as tl
 
-from .family_triton import Merge, Statistics, no_peak, not_rescaled, nothing_folded, one_sum, read, write
+from .family_triton import (
+    Merge,
+    Statistics,
+    no_peak,
+    not_rescaled,
+    nothing_folded,
+    one_sum,
+    read,
+    write,
+)
 from .numerics_triton import settle
 
-# Adjacent columns with one count in fp32, which holds it exactly, between them: a thread adds them up. An H200, 8192 x
-# 128256, microseconds of the forward with rank: 8 522; all columns 548, with an integer 578; without rank 487
+# Adjacent columns with one count in fp32, which holds it exactly, between them: a thread adds them
+# up. An H200, 8192 x 128256, microseconds of the forward with rank: 8 522; all columns 548, with an
+# integer 578; without rank 487
+# without rank 487
 SHARED = tl.constexpr(8)
 
 

@@ -1,14 +1,16 @@
 """The records that kernels and families' device functions pass to each other.
 
-Names: x raw logit, z transformed logit, v the same without the target, m maximum, a the student's scale where it meets
-a teacher, T tokens. A field that a call does not need is 0, because Triton cannot return None.
+Names: x raw logit, z transformed logit, v the same without the target, m maximum, a the student's
+scale where it meets a teacher, T tokens. A field that a call does not need is 0, because Triton
+cannot return None.
 """
 
 from typing import Any, NamedTuple
 
 
 class Inputs(NamedTuple):
-    """Tensors, in the order of `request.Tensors`, and numbers that the kernels read besides packets and merged rows.
+    """Tensors, in the order of `request.Tensors`, and numbers that the kernels read besides packets
+    and merged rows.
 
     None switches a part off.
     """
@@ -25,7 +27,8 @@ class Inputs(NamedTuple):
     sets: Any = None  # [all] int32 ids of all tokens' sets, each of which ascends
     set_spans: Any = None  # [T, 2] int64 bounds of a token's set among them
     label_logits: Any = None  # [T] fp32 z of the labels, whatever shard has them
-    ids: Any = None  # [T, K] int32, in any order and more than once: those whose log-probs are asked for
+    # [T, K] int32, in any order and more than once: those whose log-probs are asked for
+    ids: Any = None
     x_row: Any = None  # strides
     x_column: Any = None
     teacher_row: Any = None
@@ -115,7 +118,8 @@ class PacketSoftmax(NamedTuple):
 
 
 class Joined(NamedTuple):
-    """The merged softmax of BLOCK tokens with the target column, in float64; drop .. at_target are 0 without labels."""
+    """The merged softmax of BLOCK tokens with the target column, in float64; drop .. at_target are
+    0 without labels."""
 
     shift: object  # maximum of all columns but the target
     top: object  # maximum of all columns
@@ -149,10 +153,12 @@ class Outputs(NamedTuple):
 
 
 class LossGradient(NamedTuple):
-    """Factors of a reduced loss's gradient for its statistics: each is coefficient * weight * upstream * inverse."""
+    """Factors of a reduced loss's gradient for its statistics: each is coefficient * weight *
+    upstream * inverse."""
 
     upstream: object = None  # pointer to the gradient of the loss, fp32; None without a loss
-    inverse: object = None  # pointer to 1 / what the loss was divided by, fp64; a division in each tile is slow
+    # pointer to 1 / what the loss was divided by, fp64; a division in each tile is slow
+    inverse: object = None
     weight: object = None  # token weights [T] fp32, or None
 
 
@@ -182,7 +188,8 @@ class Token(NamedTuple):
     whole: object  # S
     ignored: object
     student_scale: object
-    places: object  # `Lists`: [BLOCK] of the ids in a tile of a list, in this one; else some one number
+    # `Lists`: [BLOCK] of the ids in a tile of a list, in this one; else some one number
+    places: object
     start: object  # vocabulary id of the shard's first column
     written: object  # mask of the columns that exist
     readable: object  # mask of those that are read: none of an ignored row

@@ -14,7 +14,8 @@ Results = TypeVar("Results", bound=tuple)
 
 
 def documented_fields(results: type[Results]) -> type[Results]:
-    """Give each field of a NamedTuple the line of its section "Attributes" as docstring, which help() shows."""
+    """Give each field of a NamedTuple the line of its section "Attributes" as docstring, which
+    help() shows."""
     section = (inspect.getdoc(results) or "").partition("\nAttributes:\n")[2].partition("\n\n")[0]
     for name, text in re.findall(r"^    (\w+): (.*(?:\n     .*)*)", section, re.M):
         getattr(results, name).__doc__ = " ".join(text.split())
@@ -23,10 +24,12 @@ def documented_fields(results: type[Results]) -> type[Results]:
 
 @documented_fields
 class VocabStatistics(NamedTuple):
-    """Per-token statistics of the whole vocabulary: fp32, the logits' leading shape, equal bits on every rank.
+    """Per-token statistics of the whole vocabulary: fp32, the logits' leading shape, equal bits on
+    every rank.
 
-    Fields that were not asked for are None. An ignored token has 0 everywhere (argmax -1) and zero gradient; a token
-    with a bad label, or whose logits hold +inf or NaN or nothing above -inf, has NaN everywhere (argmax -1).
+    Fields that were not asked for are None. An ignored token has 0 everywhere (argmax -1) and zero
+    gradient; a token with a bad label, or whose logits hold +inf or NaN or nothing above -inf, has
+    NaN everywhere (argmax -1).
 
     Attributes:
         lse: log sum exp z.
@@ -41,7 +44,8 @@ class VocabStatistics(NamedTuple):
         hits: bool, see `correct`.
         forward_kl: KL(teacher || student), nats, at the temperatures of the `Teacher`.
         reverse_kl: KL(student || teacher).
-        teacher_entropy: -sum q log q; not differentiable. forward_kl + teacher_entropy is the soft cross-entropy.
+        teacher_entropy: -sum q log q; not differentiable. forward_kl + teacher_entropy is the soft
+            cross-entropy.
         jsd: beta KL(teacher || m) + (1 - beta) KL(student || m), m their mixture.
         total_variation: sum of abs(student - teacher) / 2.
         teacher_mass: probability of a top-K teacher's entries; not differentiable.
@@ -53,17 +57,21 @@ class VocabStatistics(NamedTuple):
         tail_entropy: entropy of the student over everything else.
         topk_jsd: over the entries, where the student is normalised.
         vocab_jsd: the entries' part, the student normalised over the vocabulary.
-        set_log_prob: log p of the label, renormalised over the token's set (`IdSets`); never above 0.
+        set_log_prob: log p of the label, renormalised over the token's set (`IdSets`); never above
+            0.
         set_entropy: entropy of p renormalised over the set.
         set_log_mass: log of the probability of the set.
         log_probs_at: [.., K] log p of each of the token's given ids; 0 where it is none.
-        rank: of the label in the vocabulary, 1 for the likeliest id, the lower id first on ties; not differentiable.
+        rank: of the label in the vocabulary, 1 for the likeliest id, the lower id first on ties;
+            not differentiable.
         collision: sum p^2, the probability that two draws agree.
         vocab_size: V, a number.
         registered: by name, the statistics of `register_statistic`, which are attributes, too.
 
     Examples:
-        >>> stats = vocab_statistics(torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([0]), want=("argmax",))
+        >>> stats = vocab_statistics(
+        ...     torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([0]), want=("argmax",)
+        ... )
         >>> stats.target_logit, stats.argmax, stats.correct, stats.entropy
         (tensor([2.]), tensor([0]), tensor([True]), None)
     """
@@ -102,13 +110,15 @@ class VocabStatistics(NamedTuple):
     registered: dict[str, torch.Tensor] | MaybeNone = None
 
     def __getattr__(self, name: str) -> torch.Tensor:
-        registered = self.registered if len(self) else None  # torch.compile looks at one without fields
+        # torch.compile looks at one without fields
+        registered = self.registered if len(self) else None
         if isinstance(registered, dict) and name in registered:
             return registered[name]
         raise AttributeError(f"VocabStatistics have no {name!r}")
 
     def updated(self, values: dict) -> VocabStatistics:
-        """Return a copy of the statistics with those of `values` in the place of theirs, by name."""
+        """Return a copy of the statistics with those of `values` in the place of theirs, by
+        name."""
         own = {name: x for name, x in values.items() if name not in self._fields}
         new = self._replace(**{name: x for name, x in values.items() if name not in own})
         return new._replace(registered={**(self.registered or {}), **own}) if own else new
@@ -123,5 +133,7 @@ class VocabStatistics(NamedTuple):
         """bool: the label is the argmax (False where ignored)."""
         if self.hits is None:
             missing = [name for name in ("argmax", "labels") if getattr(self, name) is None]
-            raise ValueError(f'`correct` needs labels and want=("argmax",), got no {" and no ".join(missing)}')
+            raise ValueError(
+                f'`correct` needs labels and want=("argmax",), got no {" and no ".join(missing)}'
+            )
         return self.hits

@@ -1,7 +1,9 @@
-"""Statistics of the student over a set of ids per token (`IdSets`), such as those that a sampler kept.
+"""Statistics of the student over a set of ids per token (`IdSets`), such as those that a sampler
+kept.
 
-s = softmax of z over the set, M its largest z. The label's column y stays out of the sums and is joined at the end, as
-in `softmax`. A set that is empty or lacks the token's label makes its token's statistics here NaN.
+s = softmax of z over the set, M its largest z. The label's column y stays out of the sums and is
+joined at the end, as in `softmax`. A set that is empty or lacks the token's label makes its token's
+statistics here NaN.
 
 | statistic    | packet rows, over the chunk's members but y | value                   | d/dz_k in the set  |
 |--------------|---------------------------------------------|-------------------------|--------------------|
@@ -28,8 +30,11 @@ class SetsFamily(Family):
         return (*rows, "set_moment") if "set_entropy" in call.want else rows
 
     def merged_rows(self, call: Wanted) -> tuple[str, ...]:
-        """M and the sum of exp(z - M); 1 - s_y, the mean of z - M, and 1 - P, where they are needed."""
-        rows = ("set_shift", "set_sum", "set_others") if call.has_labels else ("set_shift", "set_sum")
+        """M and the sum of exp(z - M); 1 - s_y, the mean of z - M, and 1 - P, where they are
+        needed."""
+        rows = (
+            ("set_shift", "set_sum", "set_others") if call.has_labels else ("set_shift", "set_sum")
+        )
         rows = (*rows, "set_mean") if "set_entropy" in call.want else rows
         return (*rows, "set_outside") if "set_log_mass" in call.want else rows
 
@@ -38,7 +43,11 @@ class SetsFamily(Family):
         peak = z.amax(-1)
         shifted = z - finite_shift(peak)
         weight = shifted.exp()
-        out = {"set_max": peak, "set_sum": row_sum(weight), "set_moment": row_sum(weigh(weight, shifted))}
+        out = {
+            "set_max": peak,
+            "set_sum": row_sum(weight),
+            "set_moment": row_sum(weigh(weight, shifted)),
+        }
         if softmax.owned is not None:
             out["set_owner"] = softmax.owned & tile.members.gather(1, softmax.column)[:, 0]
         return out
@@ -63,19 +72,26 @@ class SetsFamily(Family):
             rows["set_mean"] = moment / whole
             values["set_entropy"] = log_sum - rows["set_mean"]
         values["set_log_mass"] = (top + log_sum - joined.top - joined.log_sum).clamp(max=0)
-        rows |= {"set_shift": top, "set_sum": whole, "set_outside": -torch.expm1(values["set_log_mass"])}
+        rows |= {
+            "set_shift": top,
+            "set_sum": whole,
+            "set_outside": -torch.expm1(values["set_log_mass"]),
+        }
 
         def settled(x):
             return torch.where(bad, torch.nan, x)
 
-        return {name: settled(x) for name, x in values.items()}, {name: settled(x) for name, x in rows.items()}
+        return {name: settled(x) for name, x in values.items()}, {
+            name: settled(x) for name, x in rows.items()
+        }
 
     def direct(self, dz, tile: Tile, merged: dict, grads: dict):
         if not any(name in grads for name in self.statistics):
             return dz
         shifted = tile.z - merged["set_shift"]
         s = shifted.exp() / merged["set_sum"]
-        at, elsewhere = torch.zeros_like(dz), 0.0 * merged["set_sum"]  # NaN of a bad set, for the whole row
+        # NaN of a bad set, for the whole row
+        at, elsewhere = torch.zeros_like(dz), 0.0 * merged["set_sum"]
         if "set_log_prob" in grads:
             is_label = tile.target[:, None] == torch.arange(dz.shape[1], device=dz.device)
             at = at + grads["set_log_prob"] * torch.where(is_label, merged["set_others"], -s)
@@ -89,7 +105,8 @@ class SetsFamily(Family):
 
 
 def rows_and_places(spans) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bounds [n, 2] of sets -> for each member of each set the number of the set and of the id. Waits for a GPU."""
+    """Bounds [n, 2] of sets -> for each member of each set the number of the set and of the id.
+    Waits for a GPU."""
     begin, length = spans[:, 0], spans[:, 1] - spans[:, 0]
     row = torch.repeat_interleave(torch.arange(len(spans), device=spans.device), length)
     return row, torch.arange(len(row), device=row.device) + (begin - length.cumsum(0) + length)[row]
@@ -102,7 +119,8 @@ def spans_of(counts: torch.Tensor) -> torch.Tensor:
 
 
 def members(entries, spans, first_id: int, width: int) -> torch.Tensor:
-    """bool [n, width]: which of the ids from `first_id` on are in each token's set. Waits for a GPU.
+    """bool [n, width]: which of the ids from `first_id` on are in each token's set. Waits for a
+    GPU.
 
     entries: [all] ids of all sets; spans: [n, 2] bounds of each token's set among them.
     """
@@ -115,12 +133,14 @@ def members(entries, spans, first_id: int, width: int) -> torch.Tensor:
 
 
 def known_sets(ids, spans, vocab_size: int, most: int | None = None):
-    """The ids of all sets [all] and their bounds [N, 2] -> int32 ids, negative where there is none, and the bounds.
+    """The ids of all sets [all] and their bounds [N, 2] -> int32 ids, negative where there is none,
+    and the bounds.
 
-    most: the most ids, repeated ones included, that a set can have, for the triton backend; None: any number.
-    A set with an id at or beyond the vocabulary becomes empty. Sets must not overlap in `ids`. Here a set's ids keep
-    their places; for the kernels, which count an id as often as it is there and look for those of a part of the
-    vocabulary, the triton backend leaves each once and ascending, as they are in the sets of a `SamplingRule`.
+    most: the most ids, repeated ones included, that a set can have, for the triton backend; None:
+    any number. A set with an id at or beyond the vocabulary becomes empty. Sets must not overlap in
+    `ids`. Here a set's ids keep their places; for the kernels, which count an id as often as it is
+    there and look for those of a part of the vocabulary, the triton backend leaves each once and
+    ascending, as they are in the sets of a `SamplingRule`.
     """
     unknown = torch.nn.functional.pad((ids >= vocab_size).cumsum(0), (1, 0))
     begin, end = spans.unbind(1)

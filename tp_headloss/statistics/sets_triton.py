@@ -5,17 +5,27 @@ import triton.language as tl
 
 from .distinct_triton import NO_ENTRY, places_of
 from .entries_triton import AT_ONCE, load_at_ids
-from .family_triton import Gradient, Merge, Statistics, not_rescaled, nothing_folded, read, upstream, write
+from .family_triton import (
+    Gradient,
+    Merge,
+    Statistics,
+    not_rescaled,
+    nothing_folded,
+    read,
+    upstream,
+    write,
+)
 from .numerics_triton import decay, exp, fixed_sum, settle, weigh
 from .softmax_triton import join_target
 
-MEMBERS = tl.constexpr(256)  # of a chunk that are summed at once: of 1024 ids 128 are in one of 8, or some more
+# of a chunk that are summed at once: of 1024 ids 128 are in one of 8, or some more
+MEMBERS = tl.constexpr(256)
 
 
 @triton.jit
 def members_between(inputs, row, first, end):
-    """Number of the first id, and how many ids, of a part of a row's set that has all of the ids first .. end - 1; a
-    set's ids ascend, and AT_ONCE of them tell where the part is."""
+    """Number of the first id, and how many ids, of a part of a row's set that has all of the ids
+    first .. end - 1; a set's ids ascend, and AT_ONCE of them tell where the part is."""
     begin = tl.load(inputs.set_spans + 2 * row)
     count = (tl.load(inputs.set_spans + 2 * row + 1) - begin).to(tl.int32)
     if count > AT_ONCE:
@@ -100,7 +110,9 @@ def add_packet(state, packet, softmax, rows):
     drop, factor = decay(read(packet, rows.set_max, 0.0).to(tl.float64), state[0].to(tl.float64))
     s = read(packet, rows.set_sum, 1.0).to(tl.float64)
     if rows.set_moment is not None:
-        moment = tl.fma(factor, tl.fma(drop, s, read(packet, rows.set_moment, 0.0).to(tl.float64)), moment)
+        moment = tl.fma(
+            factor, tl.fma(drop, s, read(packet, rows.set_moment, 0.0).to(tl.float64)), moment
+        )
     if rows.set_owner is not None:
         owner += read(packet, rows.set_owner, 0.0)
     return state[0], tl.fma(factor, s, state[1]), moment, owner
@@ -117,7 +129,9 @@ def finish(state, joined, out, inputs, rows):
     value: tl.constexpr = rows.value
     merged: tl.constexpr = rows.merged
     if rows.packet.set_owner is not None:
-        top, drop, factor, offset, p_target, others, whole, log_sum, log_prob = join_target(top, whole, joined.target)
+        top, drop, factor, offset, p_target, others, whole, log_sum, log_prob = join_target(
+            top, whole, joined.target
+        )
         moment = factor * tl.fma(drop, state[1], moment) + weigh(p_target, offset)
         bad = joined.bad | ~(whole > 0.0) | (state[3] != 1.0)
         write(out.merged, joined, merged.set_others, settle(others / whole, bad, ignored))
@@ -137,7 +151,8 @@ def finish(state, joined, out, inputs, rows):
 
 @triton.jit
 def load(grads, token, inputs, rows):
-    """Load what the gradient with respect to lse gets, NaN for a bad set, and which entries of a tile are members."""
+    """Load what the gradient with respect to lse gets, NaN for a bad set, and which entries of a
+    tile are members."""
     whole = tl.load(token.merged + rows.set_sum * token.n)
     common = tl.where(whole == whole, 0.0, whole)
     members = 0
@@ -146,7 +161,11 @@ def load(grads, token, inputs, rows):
         members = are_members(inputs, token.row, entries)
     if len(token.places.sets.shape) != 1 and grads.set_log_mass is not None:
         elsewhere = common - upstream(grads.set_log_mass, token)
-        common = tl.where(members, common, elsewhere) if len(token.places.entries.shape) == 1 else elsewhere
+        common = (
+            tl.where(members, common, elsewhere)
+            if len(token.places.entries.shape) == 1
+            else elsewhere
+        )
     return common, members
 
 
@@ -170,7 +189,9 @@ def direct(dz, state, tile, token, grads, inputs, rows):
         s = exp(shifted) / tl.load(at + rows.set_sum * token.n)
         if grads.set_log_prob is not None:
             target = tl.load(inputs.labels + token.row).to(tl.int64) - token.start
-            own = tl.where(tile.columns.to(tl.int64) == target, tl.load(at + rows.set_others * token.n), -s)
+            own = tl.where(
+                tile.columns.to(tl.int64) == target, tl.load(at + rows.set_others * token.n), -s
+            )
             dz += upstream(grads.set_log_prob, token) * own
         if grads.set_entropy is not None:
             apart = tl.maximum(shifted, -200.0) - tl.load(at + rows.set_mean * token.n)

@@ -6,21 +6,35 @@
 | log_prob     | target = z_y, owner = 1 in the chunk that has y | sum (one owner, or NaN)  | [j = y] - p_j |
 | target_logit | target                                         | sum                      | [j = y]       |
 
-With u = sum over j != y of exp(z_j - M): log p_y = -log1p(u) where y is the maximum, and p_y - 1 = -u / S. Compared
-with a teacher, the student has another temperature: z' = scale z, and student_sum = sum exp(z' - scale max).
+With u = sum over j != y of exp(z_j - M): log p_y = -log1p(u) where y is the maximum, and p_y - 1 =
+-u / S. Compared with a teacher, the student has another temperature: z' = scale z, and student_sum
+= sum exp(z' - scale max).
 """
 
 from typing import NamedTuple
 
 import torch
 
-from .family import Family, Joined, MaybeNone, Merging, Softmax, Tile, Wanted, decay, finite_shift, row_sum
+from .family import (
+    Family,
+    Joined,
+    MaybeNone,
+    Merging,
+    Softmax,
+    Tile,
+    Wanted,
+    decay,
+    finite_shift,
+    row_sum,
+)
 
-IGNORED = 2.0  # Owner flag of an ignored token. Ranks that disagree get a sum that the merge turns into NaN.
+# Owner flag of an ignored token. Ranks that disagree get a sum that the merge turns into NaN.
+IGNORED = 2.0
 
 
 class SoftmaxFamily(Family):
-    """The sums that every call has. Carriers treat it apart, because other families need its maxima and sums."""
+    """The sums that every call has. Carriers treat it apart, because other families need its maxima
+    and sums."""
 
     gradients = ("lse", "log_prob")
 
@@ -90,8 +104,15 @@ class SoftmaxFamily(Family):
         log_sum = whole.log()
         if labels is not None:
             target, ignored = sums["target"], sums["owners"] == IGNORED * packets
-            top, drop, factor, offset, p_target, others, whole, log_sum, log_prob = join_target(shift, others, target)
-            values |= {"log_prob": log_prob, "target_logit": target, "owners": sums["owners"], "valid": ~ignored}
+            top, drop, factor, offset, p_target, others, whole, log_sum, log_prob = join_target(
+                shift, others, target
+            )
+            values |= {
+                "log_prob": log_prob,
+                "target_logit": target,
+                "owners": sums["owners"],
+                "valid": ~ignored,
+            }
             rows |= {"others": others / whole, "target": offset}
             if student_sum is not None:
                 student_factor = torch.where(shift == -torch.inf, 0.0, (scale * drop).exp())
@@ -103,9 +124,23 @@ class SoftmaxFamily(Family):
         if labels is not None:
             bad = (bad | (sums["owners"] != 1)) & ~ignored
         joined = Joined(
-            shift, top, drop, factor, target, offset, p_target, whole, log_sum, student_sum, at_target, student_factor,
-            ignored, bad, labels, scale,
-        )  # fmt: skip
+            shift,
+            top,
+            drop,
+            factor,
+            target,
+            offset,
+            p_target,
+            whole,
+            log_sum,
+            student_sum,
+            at_target,
+            student_factor,
+            ignored,
+            bad,
+            labels,
+            scale,
+        )
         return joined, values, rows
 
 

@@ -1,4 +1,5 @@
-"""Device functions of the softmax core, which carriers call by name, because all families build on it."""
+"""Device functions of the softmax core, which carriers call by name, because all families build on
+it."""
 
 import triton
 import triton.language as tl
@@ -65,16 +66,21 @@ def load_target(chunk, inputs):
 def label_logits_kernel(
     out_ptr,  # [T] fp32 out
     inputs,  # Inputs
-    n_rows, start, valid_width,
+    n_rows,
+    start,
+    valid_width,
     BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One program: the transformed logits of the labels of BLOCK tokens, 0 where they are not in this shard."""
+):
+    """One program: the transformed logits of the labels of BLOCK tokens, 0 where they are not in
+    this shard."""
     token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     row = tl.minimum(token, n_rows - 1)
     target = tl.load(inputs.labels + row).to(tl.int64) - start
     owned = (target >= 0) & (target < valid_width)
     pre, post = row_factors(inputs, row)
-    z = load_target(Chunk(row, 0, valid_width, start, target, owned, False, pre, post, 1.0, 1.0), inputs)
+    z = load_target(
+        Chunk(row, 0, valid_width, start, target, owned, False, pre, post, 1.0, 1.0), inputs
+    )
     tl.store(out_ptr + token, tl.where(owned, z, 0.0), mask=token < n_rows)
 
 
@@ -82,7 +88,9 @@ def label_logits_kernel(
 def store_target(out, n, z, chunk, rows):
     """Store the label's transformed logit z, if it is here, and the owner's flag."""
     tl.store(out + rows.target * n, tl.where(chunk.owned, z, 0.0))
-    tl.store(out + rows.owner * n, tl.where(chunk.ignored, IGNORED, tl.where(chunk.owned, 1.0, 0.0)))
+    tl.store(
+        out + rows.owner * n, tl.where(chunk.ignored, IGNORED, tl.where(chunk.owned, 1.0, 0.0))
+    )
 
 
 @triton.jit
@@ -102,7 +110,8 @@ def packet_softmax(packet, peak, scale, rows):
 
 @triton.jit
 def start_merge(BLOCK: tl.constexpr):
-    """Sums: of p, of the target's logit, of the owners' flags, of the student's p at the teacher's side."""
+    """Sums: of p, of the target's logit, of the owners' flags, of the student's p at the teacher's
+    side."""
     zeros = tl.zeros([BLOCK], tl.float64)
     return zeros, zeros, tl.zeros([BLOCK], tl.float32), zeros
 
@@ -118,7 +127,9 @@ def add_packet(state, packet, softmax, rows):
         # selected by the flag, never by max, which may drop NaN
         target += tl.where(softmax.owner == 1.0, read(packet, rows.target, 0.0), 0.0).to(tl.float64)
     if rows.student_sum is not None:
-        student = tl.fma(softmax.student_factor, read(packet, rows.student_sum, 1.0).to(tl.float64), student)
+        student = tl.fma(
+            softmax.student_factor, read(packet, rows.student_sum, 1.0).to(tl.float64), student
+        )
     return others, target, owners, student
 
 
@@ -131,14 +142,32 @@ def without_target(state, peak, scale, token, here, n, rows):
     if rows.student_sum is not None:
         student_sum = state[3]
     return Joined(
-        shift, shift, 0, 0, 0, 0, 0, 0, 0, whole, whole, tl.log(whole), student_sum, scale,
-        ~(whole > 0.0), state[2] < 0.0, token, here, n,
-    )  # fmt: skip
+        shift,
+        shift,
+        0,
+        0,
+        0,
+        0,
+        0,
+        0,
+        0,
+        whole,
+        whole,
+        tl.log(whole),
+        student_sum,
+        scale,
+        ~(whole > 0.0),
+        state[2] < 0.0,
+        token,
+        here,
+        n,
+    )
 
 
 @triton.jit
 def join_target(shift, others, target):
-    """The sum others of exp(z - shift) together with its target column, whose logit is given; as in `softmax`."""
+    """The sum others of exp(z - shift) together with its target column, whose logit is given; as in
+    `softmax`."""
     top = tl.maximum(shift, target)
     drop, factor = decay(shift, top)
     p_target = decay(target, top)[1]
@@ -158,7 +187,9 @@ def with_target(state, peak, scale, token, here, n, rows, PACKETS: tl.constexpr)
     target = state[1]
     owners = state[2]
     ignored = owners == IGNORED * PACKETS
-    top, drop, factor, offset, p_target, _others, whole, log_sum, _log_prob = join_target(shift, others, target)
+    top, drop, factor, offset, p_target, _others, whole, log_sum, _log_prob = join_target(
+        shift, others, target
+    )
     student_sum = 0
     student_factor = 0
     at_target = 0
@@ -168,9 +199,26 @@ def with_target(state, peak, scale, token, here, n, rows, PACKETS: tl.constexpr)
         student_sum = student_factor * state[3] + at_target
     bad = (~(whole > 0.0) | (owners != 1.0)) & ~ignored
     return Joined(
-        shift, top, drop, factor, target, offset, p_target, student_factor, at_target, others, whole, log_sum,
-        student_sum, scale, bad, ignored, token, here, n,
-    )  # fmt: skip
+        shift,
+        top,
+        drop,
+        factor,
+        target,
+        offset,
+        p_target,
+        student_factor,
+        at_target,
+        others,
+        whole,
+        log_sum,
+        student_sum,
+        scale,
+        bad,
+        ignored,
+        token,
+        here,
+        n,
+    )
 
 
 @triton.jit
@@ -190,7 +238,9 @@ def finish(state, joined, out, rows):
     bad = joined.bad
     ignored = joined.ignored
     if rows.packet.owner is not None:
-        log_prob = 0.0 - tl.where(joined.target == joined.top, joined.log_sum, joined.log_sum - joined.offset)
+        log_prob = 0.0 - tl.where(
+            joined.target == joined.top, joined.log_sum, joined.log_sum - joined.offset
+        )
         others = joined.others * joined.factor / joined.whole
         write(out.value, joined, rows.value.log_prob, settle(log_prob, bad, ignored))
         write(out.value, joined, rows.value.target_logit, settle(joined.target, bad, ignored))

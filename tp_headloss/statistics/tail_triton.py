@@ -1,7 +1,8 @@
 """Device functions of a top-K teacher's tail: sums over all columns but the entries.
 
-While logits stream by, nobody asks which columns are entries: a lane adds up every BLOCK-th column of a chunk, and the
-few lanes that have an entry, or the target, are added up again without it: no digits are lost by subtraction.
+While logits stream by, nobody asks which columns are entries: a lane adds up every BLOCK-th column
+of a chunk, and the few lanes that have an entry, or the target, are added up again without it: no
+digits are lost by subtraction.
 """
 
 import triton
@@ -13,16 +14,18 @@ from .numerics_triton import exp, fixed_sum, lane_sum, neighbours_sum
 from .softmax_triton import load_target
 from .teacher_triton import add_softmax
 
-AGAIN, TILES = tl.constexpr(16), tl.constexpr(8)  # lanes that are added up again at once, in this many tiles
+# lanes that are added up again at once, in this many tiles
+AGAIN, TILES = tl.constexpr(16), tl.constexpr(8)
 MOST_AGAIN = tl.constexpr(32)  # entries of a chunk; with more its tail is summed by itself
-# A tail with less than this part of its chunk's largest exponential is summed relative to its own maximum: far below
-# another one exp loses digits, and at last underflows.
+# A tail with less than this part of its chunk's largest exponential is summed relative to its own
+# maximum: far below another one exp loses digits, and at last underflows.
 LEAST_TAIL = tl.constexpr(2.0**-24)
 
 
 @triton.jit
 def start(zeros, chunk, inputs):
-    """Lane sums of exp(a (v - m)), which are the softmax's own where a is 1, and of the same times a (v - m)."""
+    """Lane sums of exp(a (v - m)), which are the softmax's own where a is 1, and of the same times
+    a (v - m)."""
     return zeros, zeros
 
 
@@ -62,9 +65,11 @@ def add(state, tile, softmax, chunk, inputs, rows):
 
 @triton.jit
 def _marked_lanes(entries, begin, end, target, first, BLOCK: tl.constexpr):
-    """Return a chunk's lanes that have an entry or the target, those with several, and the target's column (entry: -1).
+    """Return a chunk's lanes that have an entry or the target, those with several, and the target's
+    column (entry: -1).
 
-    Lanes are bits [32]: a number for each thread of the warp, with a bit for each of its WIDE lanes side by side."""
+    Lanes are bits [32]: a number for each thread of the warp, with a bit for each of its WIDE lanes
+    side by side."""
     tl.static_assert((BLOCK >= 32) & (BLOCK <= 1024))
     WIDE: tl.constexpr = min(8, BLOCK // 32)
     threads = tl.arange(0, 32).to(tl.uint32)
@@ -88,15 +93,17 @@ def _without(x, marked):
     """Lane sums without those of marked lanes, see `_marked_lanes`."""
     BLOCK: tl.constexpr = x.shape[0]
     WIDE: tl.constexpr = min(8, BLOCK // 32)
-    bit = WIDE * tl.arange(0, BLOCK // (32 * WIDE))[:, None, None] + tl.arange(0, WIDE)[None, None, :]
+    bit = (
+        WIDE * tl.arange(0, BLOCK // (32 * WIDE))[:, None, None] + tl.arange(0, WIDE)[None, None, :]
+    )
     x = tl.reshape(x, [BLOCK // (32 * WIDE), 32, WIDE])
     return tl.reshape(tl.where(((marked[None, :, None] >> bit) & 1) != 0, 0.0, x), [BLOCK])
 
 
 @triton.jit
 def _without_entries(s, moment, m, entries, begin, end, chunk, inputs, rows):
-    """Sum and moment of a chunk without its entries, from the lane sums of all columns but the target; and whether the
-    target belongs to them and is above m, which leaves it out."""
+    """Sum and moment of a chunk without its entries, from the lane sums of all columns but the
+    target; and whether the target belongs to them and is above m, which leaves it out."""
     BLOCK: tl.constexpr = s.shape[0]
     first = chunk.start + chunk.first
     sums = tl.zeros([AGAIN * TILES], tl.float32)
@@ -131,14 +138,17 @@ def _without_entries(s, moment, m, entries, begin, end, chunk, inputs, rows):
                 moments += tl.reshape(p * tl.maximum(shifted, -1e30), [AGAIN * TILES])
     sum_of_moments = 0.0
     if rows.tail_moment is not None:
-        sum_of_moments = neighbours_sum(_without(moment, marked), BLOCK) + fixed_sum(moments, AGAIN * TILES)
+        sum_of_moments = neighbours_sum(_without(moment, marked), BLOCK) + fixed_sum(
+            moments, AGAIN * TILES
+        )
     s = neighbours_sum(_without(s, marked), BLOCK) + fixed_sum(sums, AGAIN * TILES)
     return s, sum_of_moments, above
 
 
 @triton.jit
 def _by_itself(zeros, entries, entry, chunk, inputs, rows):
-    """Maximum, lane sums and moment of a chunk's columns that are no entries, which begin at number `entry`."""
+    """Maximum, lane sums and moment of a chunk's columns that are no entries, which begin at number
+    `entry`."""
     BLOCK: tl.constexpr = zeros.shape[0]
     m = -float("inf")
     s = zeros
@@ -146,16 +156,27 @@ def _by_itself(zeros, entries, entry, chunk, inputs, rows):
     for o in tl.range(0, chunk.size, BLOCK, num_stages=1):
         inside = o + tl.arange(0, BLOCK)
         columns = chunk.first + inside
-        z = tl.where(inside < chunk.size, load_logits(inputs, chunk, columns, inside < chunk.size), float("-inf"))
+        z = tl.where(
+            inside < chunk.size,
+            load_logits(inputs, chunk, columns, inside < chunk.size),
+            float("-inf"),
+        )
         found = tl.load(entries + entry, mask=entry < inputs.n_entries, other=NO_ENTRY)
         while found < chunk.start + chunk.first + o + BLOCK:
             z = tl.where(chunk.start + columns == found, float("-inf"), z)
             entry += 1
             found = tl.load(entries + entry, mask=entry < inputs.n_entries, other=NO_ENTRY)
         m, s, moment, _, _ = add_softmax(
-            m, s, moment, moment, z, chunk.student_scale, inputs.student_scale is not None,
-            rows.tail_moment is not None, False,
-        )  # fmt: skip
+            m,
+            s,
+            moment,
+            moment,
+            z,
+            chunk.student_scale,
+            inputs.student_scale is not None,
+            rows.tail_moment is not None,
+            False,
+        )
     return m, lane_sum(s), lane_sum(moment)
 
 
@@ -172,7 +193,9 @@ def store(out, n, begin, count, state, core, chunk, inputs, rows):
         moment = 0.0
         above = count > MOST_AGAIN
         if not above:
-            s, moment, above = _without_entries(lanes, state[1], m, entries, begin, begin + count, chunk, inputs, rows)
+            s, moment, above = _without_entries(
+                lanes, state[1], m, entries, begin, begin + count, chunk, inputs, rows
+            )
         if above | ~(s >= LEAST_TAIL):
             m, s, moment = _by_itself(tl.zeros_like(lanes), entries, begin, chunk, inputs, rows)
         tl.store(out + rows.tail_max * n, m + 0.0)

@@ -1,6 +1,8 @@
-"""forward_kl, reverse_kl and teacher_entropy: the student compared with a teacher's logits t (`Teacher`).
+"""forward_kl, reverse_kl and teacher_entropy: the student compared with a teacher's logits t
+(`Teacher`).
 
-u = t / the teacher's temperature, q = softmax(u); the student at its own temperature there: z' = scale z, p' = softmax.
+u = t / the teacher's temperature, q = softmax(u); the student at its own temperature there: z' =
+scale z, p' = softmax.
 
 | statistic       | packet rows                                         | merge         | d/dz'_j                  |
 |-----------------|-----------------------------------------------------|---------------|--------------------------|
@@ -10,12 +12,24 @@ u = t / the teacher's temperature, q = softmax(u); the student at its own temper
 |                 | teacher_target = u_y                                | sum           | (mean = sum p' (z' - u)) |
 | teacher_entropy | teacher_moment = sum exp(u - max)(u - max)          | like moment   | none                     |
 
-forward_kl = KL(q || p'), reverse_kl = KL(p' || q), 0 log 0 = 0: a column without probability adds nothing.
+forward_kl = KL(q || p'), reverse_kl = KL(p' || q), 0 log 0 = 0: a column without probability adds
+nothing.
 """
 
 import torch
 
-from .family import Family, Joined, Merging, Softmax, Tile, Wanted, decay, finite_shift, row_sum, weigh
+from .family import (
+    Family,
+    Joined,
+    Merging,
+    Softmax,
+    Tile,
+    Wanted,
+    decay,
+    finite_shift,
+    row_sum,
+    weigh,
+)
 from .softmax import student_factor
 
 DIVERGENCES = ("jsd", "total_variation")
@@ -51,7 +65,9 @@ class TeacherFamily(Family):
         if "teacher_moment" in rows:
             out["teacher_moment"] = row_sum(weigh(q, fall))
         if softmax.owned is not None:
-            out["teacher_target"] = torch.where(softmax.owned, u.gather(1, softmax.column)[:, 0], 0.0)
+            out["teacher_target"] = torch.where(
+                softmax.owned, u.gather(1, softmax.column)[:, 0], 0.0
+            )
         return out
 
     def merge(self, rows: dict, merging: Merging) -> dict[str, torch.Tensor]:
@@ -63,9 +79,13 @@ class TeacherFamily(Family):
         if "gap" in rows:
             sums["gap"] = weigh(student_factor(merging), rows["gap"]).sum(0)
         if "teacher_moment" in rows:
-            sums["teacher_moment"] = (factor * (rows["teacher_moment"] + drop * rows["teacher_sum"])).sum(0)
+            sums["teacher_moment"] = (
+                factor * (rows["teacher_moment"] + drop * rows["teacher_sum"])
+            ).sum(0)
         if "teacher_target" in rows:
-            sums["teacher_target"] = torch.where(rows["owner"] == 1, rows["teacher_target"], 0.0).sum(0)
+            sums["teacher_target"] = torch.where(
+                rows["owner"] == 1, rows["teacher_target"], 0.0
+            ).sum(0)
         return sums
 
     def join(self, sums: dict, joined: Joined) -> dict[str, torch.Tensor]:
@@ -78,9 +98,14 @@ class TeacherFamily(Family):
     def finish(self, sums: dict, joined: Joined) -> tuple[dict, dict]:
         whole, teacher_sum = joined.student_sum, sums["teacher_sum"]
         # difference of the log-normalisers
-        apart = sums["teacher_shift"] + teacher_sum.log() - (joined.scale * joined.top + whole.log())
+        apart = (
+            sums["teacher_shift"] + teacher_sum.log() - (joined.scale * joined.top + whole.log())
+        )
         mean = sums["gap"] / whole if "gap" in sums else torch.zeros_like(whole)
-        values, rows = {}, {"teacher_shift": sums["teacher_shift"], "teacher_sum": teacher_sum, "gap": mean}
+        values, rows = (
+            {},
+            {"teacher_shift": sums["teacher_shift"], "teacher_sum": teacher_sum, "gap": mean},
+        )
         if "cross" in sums:
             values["forward_kl"] = (sums["cross"] / teacher_sum - apart).clamp(min=0)
         if "gap" in sums:
@@ -89,10 +114,15 @@ class TeacherFamily(Family):
             values["teacher_entropy"] = teacher_sum.log() - sums["teacher_moment"] / teacher_sum
         unknown = ~(teacher_sum > 0) & ~joined.ignored
         rows["student_sum"] = whole
-        values, rows = ({key: torch.where(unknown, torch.nan, x) for key, x in part.items()} for part in (values, rows))
+        values, rows = (
+            {key: torch.where(unknown, torch.nan, x) for key, x in part.items()}
+            for part in (values, rows)
+        )
         return values, rows
 
-    def scaled(self, total, tile: Tile, merged: dict, grads: dict, beta: float, want: tuple[str, ...]):
+    def scaled(
+        self, total, tile: Tile, merged: dict, grads: dict, beta: float, want: tuple[str, ...]
+    ):
         if not any(name in grads for name in (*self.gradients, *DIVERGENCES)):
             return total
         p, q = probabilities(tile, merged)

@@ -1,7 +1,8 @@
 """Device functions of the statistics of a whole teacher.
 
-The state: lane sums of p (z' - u); the running maximum of the teacher, lane sums of q = exp(u - maximum), of q (u - z')
-and of q (u - maximum). A column without probability adds nothing, whatever its logits are.
+The state: lane sums of p (z' - u); the running maximum of the teacher, lane sums of q = exp(u -
+maximum), of q (u - z') and of q (u - maximum). A column without probability adds nothing, whatever
+its logits are.
 """
 
 import triton
@@ -13,10 +14,19 @@ from .numerics_triton import decay, exp, lane_sum, settle, weigh
 
 @triton.jit
 def add_softmax(
-    m, s, moment, cross,  # running maximum, lane sums of exp(a (u - m)), of it times a (u - m), and one rescaled alike
-    u, a, SCALED: tl.constexpr, WANT_MOMENT: tl.constexpr, WANT_CROSS: tl.constexpr,
-):  # fmt: skip
-    """Add a tile of any logits u to a softmax with a maximum of its own; the tile's exponentials come last."""
+    # running maximum, lane sums of exp(a (u - m)), of it times a (u - m), and one rescaled alike
+    m,
+    s,
+    moment,
+    cross,
+    u,
+    a,
+    SCALED: tl.constexpr,
+    WANT_MOMENT: tl.constexpr,
+    WANT_CROSS: tl.constexpr,
+):
+    """Add a tile of any logits u to a softmax with a maximum of its own; the tile's exponentials
+    come last."""
     peak = tl.max(u, axis=0)
     if peak > m:
         drop = tl.where(m == float("-inf"), 0.0, m - peak)
@@ -66,7 +76,15 @@ def add(state, tile, softmax, chunk, inputs, rows):
         z *= chunk.student_scale
         shifted *= chunk.student_scale
     m, s, moment, cross, q = add_softmax(
-        state[1], state[2], state[4], cross, tile.u, 1.0, False, rows.teacher_moment is not None, rows.cross is not None
+        state[1],
+        state[2],
+        state[4],
+        cross,
+        tile.u,
+        1.0,
+        False,
+        rows.teacher_moment is not None,
+        rows.cross is not None,
     )
     if rows.cross is not None:
         cross += tl.where(q == 0.0, 0.0, q * (tile.u - z))
@@ -82,7 +100,11 @@ def store(out, n, state, core, chunk, inputs, rows):
     tl.store(out + rows.teacher_sum * n, lane_sum(state[2]))
     if rows.teacher_target is not None:
         column = tl.where(chunk.owned, chunk.first + chunk.target, 0)
-        at = inputs.teacher + chunk.row * inputs.teacher_row + column.to(tl.int64) * inputs.teacher_column
+        at = (
+            inputs.teacher
+            + chunk.row * inputs.teacher_row
+            + column.to(tl.int64) * inputs.teacher_column
+        )
         t = tl.load(at, mask=chunk.owned, other=0.0).to(tl.float32)
         if inputs.student_scale is not None:
             t *= chunk.teacher_scale
@@ -126,7 +148,9 @@ def add_packet(state, packet, softmax, rows):
     if rows.gap is not None:
         gap += weigh(softmax.student_factor, read(packet, rows.gap, 0.0))
     if rows.teacher_moment is not None:
-        moment = tl.fma(factor, tl.fma(drop, s, read(packet, rows.teacher_moment, 0.0).to(tl.float64)), moment)
+        moment = tl.fma(
+            factor, tl.fma(drop, s, read(packet, rows.teacher_moment, 0.0).to(tl.float64)), moment
+        )
     return state[0], whole, cross, gap, moment, target
 
 
@@ -164,7 +188,12 @@ def finish(state, joined, out, inputs, rows):
     if rows.packet.teacher_moment is not None:
         entropy = settle(log_whole - state[4] / whole, unknown, joined.ignored)
         write(out.value, joined, rows.value.teacher_entropy, entropy)
-    write(out.merged, joined, rows.merged.student_sum, settle(joined.student_sum, unknown, joined.ignored))
+    write(
+        out.merged,
+        joined,
+        rows.merged.student_sum,
+        settle(joined.student_sum, unknown, joined.ignored),
+    )
     write(out.merged, joined, rows.merged.teacher_shift, settle(shift, unknown, joined.ignored))
     write(out.merged, joined, rows.merged.teacher_sum, settle(whole, unknown, joined.ignored))
     write(out.merged, joined, rows.merged.gap, settle(gap, unknown, joined.ignored))

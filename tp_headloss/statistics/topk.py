@@ -1,7 +1,8 @@
-"""Statistics of a teacher of K entries per token (`TopKTeacher`), whose probabilities are tau_k and sum to W.
+"""Statistics of a teacher of K entries per token (`TopKTeacher`), whose probabilities are tau_k and
+sum to W.
 
-s = softmax of z' over the entries, r = softmax of z' over all else (the tail), P and R the student's probability of
-either; y_k = scale (z_k - topk_max):
+s = softmax of z' over the entries, r = softmax of z' over all else (the tail), P and R the
+student's probability of either; y_k = scale (z_k - topk_max):
 
 | statistic        | packet rows, over the chunk's entries       | value                  | d/dz'_k; elsewhere       |
 |------------------|---------------------------------------------|------------------------|--------------------------|
@@ -22,7 +23,18 @@ v and w as in `divergence`.
 import torch
 
 from .divergence import jensen_shannon_parts
-from .family import Family, Joined, Merging, Softmax, Tile, Wanted, decay, finite_shift, row_sum, weigh
+from .family import (
+    Family,
+    Joined,
+    Merging,
+    Softmax,
+    Tile,
+    Wanted,
+    decay,
+    finite_shift,
+    row_sum,
+    weigh,
+)
 
 TAIL = ("tail_log_mass", "tail_entropy")
 FIRST = ("topk_forward_kl", "vocab_forward_kl", "topk_reverse_kl", "topk_log_mass", *TAIL)
@@ -39,7 +51,9 @@ class TopKFamily(Family):
     statistics = gradients = FIRST + SECOND
 
     def needs_student_sum(self, call: Wanted) -> bool:
-        return not has_tail(call.want) and call.any_of(("topk_log_mass", "vocab_forward_kl", "vocab_jsd"))
+        return not has_tail(call.want) and call.any_of(
+            ("topk_log_mass", "vocab_forward_kl", "vocab_jsd")
+        )
 
     def packet_rows(self, call: Wanted) -> tuple[str, ...]:
         rows = ("tail_max", "tail_sum") if has_tail(call.want) else ()
@@ -47,9 +61,18 @@ class TopKFamily(Family):
         return (*rows, "topk_max", "topk_sum", "topk_mass", "topk_cross", "topk_gap")
 
     def merged_rows(self, call: Wanted) -> tuple[str, ...]:
-        """Maximum, sum and W of the entries, the mean of y - log tau; maximum and sum of the tail (of the whole
-        vocabulary if no tail is wanted), P and R; the mean of y of a tail."""
-        rows = ("topk_shift", "topk_sum", "topk_mass", "topk_gap", "rest_shift", "rest_sum", "inside", "outside")
+        """Maximum, sum and W of the entries, the mean of y - log tau; maximum and sum of the tail
+        (of the whole vocabulary if no tail is wanted), P and R; the mean of y of a tail."""
+        rows = (
+            "topk_shift",
+            "topk_sum",
+            "topk_mass",
+            "topk_gap",
+            "rest_shift",
+            "rest_sum",
+            "inside",
+            "outside",
+        )
         return (*rows, "rest_mean") if has_tail(call.want) else rows
 
     def value_rows(self, call: Wanted) -> tuple[str, ...]:
@@ -75,10 +98,12 @@ class TopKFamily(Family):
     def finish(self, sums: dict, joined: Joined) -> tuple[dict, dict]:
         log_sum, mass = sums["topk_sum"].log(), sums["topk_mass"]
         nothing = mass == 0
-        nowhere = (sums["topk_sum"] == 0) & ~nothing  # entries to which the student gives no probability
+        # entries to which the student gives no probability
+        nowhere = (sums["topk_sum"] == 0) & ~nothing
 
         def settled(x, minimum):
-            x = torch.where(nowhere, torch.inf, torch.maximum(x, minimum))  # smaller values are rounding
+            # smaller values are rounding
+            x = torch.where(nowhere, torch.inf, torch.maximum(x, minimum))
             return torch.where(nothing, 0.0, x)
 
         gap = torch.where(sums["topk_sum"] == 0, 0.0, sums["topk_gap"] / sums["topk_sum"])
@@ -93,17 +118,28 @@ class TopKFamily(Family):
             values["vocab_forward_kl"] = settled(cross, least)
         unknown = mass.isnan()
         values = {name: torch.where(unknown, torch.nan, x) for name, x in values.items()}
-        rows = {"topk_shift": sums["topk_shift"], "topk_sum": sums["topk_sum"], "topk_mass": mass, "topk_gap": gap}
+        rows = {
+            "topk_shift": sums["topk_shift"],
+            "topk_sum": sums["topk_sum"],
+            "topk_mass": mass,
+            "topk_gap": gap,
+        }
         return values, rows | dict(zip(REST, rest))
 
     def _rest(self, sums: dict, joined: Joined) -> tuple[dict, tuple]:
-        """The student's probability of the entries and of everything else: values, and the merged rows `REST`."""
+        """The student's probability of the entries and of everything else: values, and the merged
+        rows `REST`."""
         zero, scale = torch.zeros_like(sums["topk_sum"]), joined.scale
         log_sum = sums["topk_sum"].log()
         if "tail_sum" in sums:
             shift, whole = sums["tail_shift"], sums["tail_sum"]
-            mean = zero if "tail_moment" not in sums else torch.where(whole == 0, 0.0, sums["tail_moment"] / whole)
-            apart = scale * (sums["topk_shift"] - shift) + log_sum - whole.log()  # of the logs of both probabilities
+            mean = (
+                zero
+                if "tail_moment" not in sums
+                else torch.where(whole == 0, 0.0, sums["tail_moment"] / whole)
+            )
+            # of the logs of both probabilities
+            apart = scale * (sums["topk_shift"] - shift) + log_sum - whole.log()
             less = apart.abs().neg().exp().log1p()
             inside, outside = -(less + (-apart).clamp(min=0)), -(less + apart.clamp(min=0))
             entropy = torch.where(whole == 0, 0.0, whole.log() - mean)
@@ -115,34 +151,50 @@ class TopKFamily(Family):
             return {"topk_log_mass": inside}, (top, whole, zero, inside.exp(), -torch.expm1(inside))
         return {}, (zero,) * len(REST)
 
-    def second(self, name: str, tile: Tile, merged: dict, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def second(
+        self, name: str, tile: Tile, merged: dict, beta: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         student, teacher = jensen_shannon_parts(*entry_probabilities(name, tile, merged), beta)
         return row_sum(student + teacher), row_sum(student)
 
-    def scaled(self, total, tile: Tile, merged: dict, grads: dict, beta: float, want: tuple[str, ...]):
+    def scaled(
+        self, total, tile: Tile, merged: dict, grads: dict, beta: float, want: tuple[str, ...]
+    ):
         if not any(name in grads for name in self.statistics):
             return total
         none = torch.zeros_like(merged["sum"])
-        forward, vocab, reverse, inside, outside, entropy = (grads.get(name, none) for name in FIRST)
+        forward, vocab, reverse, inside, outside, entropy = (
+            grads.get(name, none) for name in FIRST
+        )
         forward, inside = forward + vocab, inside - vocab * merged["topk_mass"]
         z, log_tau = entry_logits(tile)
         shifted = tile.scale * (z - merged["topk_shift"])
         s = torch.where(z == -torch.inf, 0.0, shifted.exp() / merged["topk_sum"])
         at = forward * (merged["topk_mass"] * s - log_tau.exp())
-        at = at + torch.where((s == 0) | (reverse == 0), 0.0, reverse * s * (shifted - log_tau - merged["topk_gap"]))
+        at = at + torch.where(
+            (s == 0) | (reverse == 0), 0.0, reverse * s * (shifted - log_tau - merged["topk_gap"])
+        )
         at = at + (inside * merged["outside"] - outside * merged["inside"]) * s
         common = -inside
         for name in SECOND:
             if name in grads:
                 p, q = entry_probabilities(name, tile, merged)
-                at = at + grads[name] * (jensen_shannon_parts(p, q, beta)[0] - p * merged[f"{name}_mean"])
+                at = at + grads[name] * (
+                    jensen_shannon_parts(p, q, beta)[0] - p * merged[f"{name}_mean"]
+                )
         if "vocab_jsd" in grads:
             common = common - grads["vocab_jsd"] * merged["vocab_jsd_mean"]
         if has_tail(want):
             common = merged["outside"] * common + outside * merged["inside"]
         shifted = tile.scale * (tile.z - merged["rest_shift"])
-        rest = torch.where((tile.z == -torch.inf) | (merged["rest_sum"] == 0), 0.0, shifted.exp() / merged["rest_sum"])
-        dz = torch.where(rest == 0, 0.0, rest * (common - entropy * (shifted - merged.get("rest_mean", 0.0))))
+        rest = torch.where(
+            (tile.z == -torch.inf) | (merged["rest_sum"] == 0),
+            0.0,
+            shifted.exp() / merged["rest_sum"],
+        )
+        dz = torch.where(
+            rest == 0, 0.0, rest * (common - entropy * (shifted - merged.get("rest_mean", 0.0)))
+        )
         return fill_entries(dz, tile.entries, at)
 
 
@@ -163,10 +215,13 @@ def merge_subset(rows: dict, name: str, scale) -> dict[str, torch.Tensor]:
 
 
 def entry_logits(tile: Tile) -> tuple[torch.Tensor, torch.Tensor]:
-    """z of the entries [n, K], -inf where another tile has them, and their log tau, where it is -inf, too."""
+    """z of the entries [n, K], -inf where another tile has them, and their log tau, where it is
+    -inf, too."""
     here = tile.entries < tile.z.shape[1]
     z = tile.z.gather(1, tile.entries.clamp(max=tile.z.shape[1] - 1))
-    return torch.where(here, z, -torch.inf), torch.where(here, tile.entry_log_probs.to(z.dtype), -torch.inf)
+    return torch.where(here, z, -torch.inf), torch.where(
+        here, tile.entry_log_probs.to(z.dtype), -torch.inf
+    )
 
 
 def fill_entries(x, columns, value) -> torch.Tensor:
@@ -180,11 +235,16 @@ def tail_sums(tile: Tile) -> dict[str, torch.Tensor]:
     peak = rest.amax(-1)
     shifted = tile.scale * (rest - finite_shift(peak))
     weight = shifted.exp()
-    return {"tail_max": peak, "tail_sum": row_sum(weight), "tail_moment": row_sum(weigh(weight, shifted))}
+    return {
+        "tail_max": peak,
+        "tail_sum": row_sum(weight),
+        "tail_moment": row_sum(weigh(weight, shifted)),
+    }
 
 
 def entry_probabilities(name: str, tile: Tile, merged: dict) -> tuple[torch.Tensor, torch.Tensor]:
-    """Probabilities [n, K] of student and teacher at the entries; vocab_jsd: normalised over the vocabulary."""
+    """Probabilities [n, K] of student and teacher at the entries; vocab_jsd: normalised over the
+    vocabulary."""
     z, log_tau = entry_logits(tile)
     p = (tile.scale * (z - merged["topk_shift"])).exp() / merged["topk_sum"]
     p = torch.where(z == -torch.inf, 0.0, p)
@@ -192,10 +252,12 @@ def entry_probabilities(name: str, tile: Tile, merged: dict) -> tuple[torch.Tens
 
 
 def distinct_entries(ids, log_probs, scales, scale, renormalize, vocab_size):
-    """A top-K teacher's ids and log-probs [N, K] -> its distinct entries: ids [N, K] int32 ascending, those that are
-    none at the end as the largest int32, and log tau [N, K] of its temperature 1 / scales [N], or 1 / scale.
+    """A top-K teacher's ids and log-probs [N, K] -> its distinct entries: ids [N, K] int32
+    ascending, those that are none at the end as the largest int32, and log tau [N, K] of its
+    temperature 1 / scales [N], or 1 / scale.
 
-    Duplicates of an id add up. A row with an id beyond the vocabulary, or NaN, has NaN for its first entry.
+    Duplicates of an id add up. A row with an id beyond the vocabulary, or NaN, has NaN for its
+    first entry.
     """
     none = torch.iinfo(torch.int32).max
     live = (ids >= 0) & (log_probs != -torch.inf)

@@ -21,7 +21,8 @@ def store(out, n, state, core, chunk, inputs, rows):
 
 @triton.jit
 def start_merge(BLOCK: tl.constexpr):
-    """Maxima of the entries and of the tail; sums of s, tau, cross, gap; of the tail, of its moment."""
+    """Maxima of the entries and of the tail; sums of s, tau, cross, gap; of the tail, of its
+    moment."""
     least = tl.full([BLOCK], -float("inf"), tl.float32)
     zeros = tl.zeros([BLOCK], tl.float64)
     return least, least, zeros, zeros, zeros, zeros, zeros, zeros
@@ -72,7 +73,8 @@ def _settle_entries(value, minimum, nowhere, nothing, bad, ignored):
 
 @triton.jit
 def _rest(state, joined, log_total, rows):
-    """Maximum, sum and mean of the columns that are no entries, and log P and log R; 0 where they are not known."""
+    """Maximum, sum and mean of the columns that are no entries, and log P and log R; 0 where they
+    are not known."""
     shift = state[0].to(tl.float64)
     rest_shift = tl.zeros_like(shift)
     rest = tl.zeros_like(shift)
@@ -115,12 +117,16 @@ def finish(state, joined, out, inputs, rows):
     value_rows: tl.constexpr = rows.value
     write(out.value, joined, value_rows.teacher_mass, settle(mass, bad, ignored))
     if value_rows.topk_forward_kl is not None:
-        value = _settle_entries(state[4] + mass * log_total, mass * log_mass, nowhere, nothing, bad, ignored)
+        value = _settle_entries(
+            state[4] + mass * log_total, mass * log_mass, nowhere, nothing, bad, ignored
+        )
         write(out.value, joined, value_rows.topk_forward_kl, value)
     if value_rows.topk_reverse_kl is not None:
         value = _settle_entries(mean - log_total, -log_mass, nowhere, nothing, bad, ignored)
         write(out.value, joined, value_rows.topk_reverse_kl, value)
-    rest_shift, rest, rest_mean, log_inside, log_outside, inside, outside = _rest(state, joined, log_total, rows)
+    rest_shift, rest, rest_mean, log_inside, log_outside, inside, outside = _rest(
+        state, joined, log_total, rows
+    )
     if value_rows.topk_log_mass is not None:
         write(out.value, joined, value_rows.topk_log_mass, settle(log_inside, bad, ignored))
     if value_rows.vocab_forward_kl is not None:
@@ -150,14 +156,16 @@ def _upstream_of_log_mass(grads, token, rows):
     """Upstream gradient of topk_log_mass, with its part of that of vocab_forward_kl."""
     g = upstream(grads.topk_log_mass, token)
     if grads.vocab_forward_kl is not None:
-        g -= upstream(grads.vocab_forward_kl, token) * tl.load(token.merged + rows.topk_mass * token.n)
+        g -= upstream(grads.vocab_forward_kl, token) * tl.load(
+            token.merged + rows.topk_mass * token.n
+        )
     return g
 
 
 @triton.jit
 def _rest_coefficients(common, grads, token, rows):
-    """Numbers c, shift and with an entropy e, mean of the gradient of a column that is no entry: c exp(y) +
-    e exp(y) (y - mean), where y = a (z - shift)."""
+    """Numbers c, shift and with an entropy e, mean of the gradient of a column that is no entry: c
+    exp(y) + e exp(y) (y - mean), where y = a (z - shift)."""
     at = token.merged
     n = token.n
     if rows.rest_mean is not None:
@@ -168,13 +176,17 @@ def _rest_coefficients(common, grads, token, rows):
     shift = tl.load(at + rows.rest_shift * n)
     numbers = (common * per_rest, tl.where(shift == float("-inf"), 0.0, shift))
     if grads.tail_entropy is not None:
-        numbers += (-upstream(grads.tail_entropy, token) * per_rest, tl.load(at + rows.rest_mean * n))
+        numbers += (
+            -upstream(grads.tail_entropy, token) * per_rest,
+            tl.load(at + rows.rest_mean * n),
+        )
     return numbers
 
 
 @triton.jit
 def load(grads, token, inputs, rows):
-    """Load what columns that are no entries get: (coefficient of p,), or the numbers of `_rest_coefficients`."""
+    """Load what columns that are no entries get: (coefficient of p,), or the numbers of
+    `_rest_coefficients`."""
     HAS_TAIL: tl.constexpr = grads.tail_log_mass is not None or grads.tail_entropy is not None
     HAS_MASS: tl.constexpr = grads.topk_log_mass is not None or grads.vocab_forward_kl is not None
     SOMETHING: tl.constexpr = HAS_TAIL or HAS_MASS or grads.vocab_jsd is not None
@@ -183,7 +195,9 @@ def load(grads, token, inputs, rows):
     if SOMETHING and len(token.places.entries.shape) != 1:
         common = -_upstream_of_log_mass(grads, token, rows)
         if grads.vocab_jsd is not None:
-            common -= upstream(grads.vocab_jsd, token) * tl.load(token.merged + rows.vocab_jsd_mean * token.n)
+            common -= upstream(grads.vocab_jsd, token) * tl.load(
+                token.merged + rows.vocab_jsd_mean * token.n
+            )
         state = (common,) if IS_SOFTMAX else _rest_coefficients(common, grads, token, rows)
     return state
 
@@ -223,7 +237,9 @@ def _entry_gradient(log_tau, tile, token, grads, inputs, rows):
     if grads.vocab_jsd is not None:
         p = s * inside
         student, _teacher = jensen_shannon_parts(p, q, log_tau, inputs.beta)
-        dz += upstream(grads.vocab_jsd, token) * (student - p * tl.load(at + rows.vocab_jsd_mean * n))
+        dz += upstream(grads.vocab_jsd, token) * (
+            student - p * tl.load(at + rows.vocab_jsd_mean * n)
+        )
     return dz
 
 
@@ -231,7 +247,9 @@ def _entry_gradient(log_tau, tile, token, grads, inputs, rows):
 def direct(dz, state, tile, token, grads, inputs, rows):
     """Add at an entry its own part, and at every other column that of the rest."""
     if len(token.places.entries.shape) == 1:
-        log_tau = tl.load(inputs.entry_log_probs + token.places.entries, mask=token.written, other=float("-inf"))
+        log_tau = tl.load(
+            inputs.entry_log_probs + token.places.entries, mask=token.written, other=float("-inf")
+        )
         dz += token.student_scale * _entry_gradient(log_tau, tile, token, grads, inputs, rows)
     elif len(state) > 1:
         fall = tile.z - state[1]

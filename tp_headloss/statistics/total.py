@@ -1,4 +1,5 @@
-"""total = sum of w_j z_j over the columns above -inf, and mass = sum of their w_j (w = 1 without weights).
+"""total = sum of w_j z_j over the columns above -inf, and mass = sum of their w_j (w = 1 without
+weights).
 
 | packet rows                                   | merge | d/dz_j             |
 |-----------------------------------------------|-------|--------------------|
@@ -17,7 +18,9 @@ class TotalFamily(Family):
 
     def local(self, tile: Tile, softmax: Softmax, rows) -> dict[str, torch.Tensor]:
         z = tile.z
-        weight = torch.ones_like(z) if tile.column_weight is None else tile.column_weight.to(z.dtype)
+        weight = (
+            torch.ones_like(z) if tile.column_weight is None else tile.column_weight.to(z.dtype)
+        )
         absent = z == -torch.inf
         total = row_sum(torch.where(absent, 0.0, z * weight))
         return {"total": total, "mass": row_sum(torch.where(absent, 0.0, weight))}

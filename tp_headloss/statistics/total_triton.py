@@ -3,7 +3,17 @@
 import triton
 import triton.language as tl
 
-from .family_triton import Gradient, Merge, Statistics, no_peak, not_rescaled, put, read, upstream, write
+from .family_triton import (
+    Gradient,
+    Merge,
+    Statistics,
+    no_peak,
+    not_rescaled,
+    put,
+    read,
+    upstream,
+    write,
+)
 from .numerics_triton import lane_sum, settle
 
 
@@ -16,7 +26,9 @@ def start(zeros, chunk, inputs):
 def add(state, tile, softmax, chunk, inputs, rows):
     w = 1.0
     if inputs.column_weight is not None:
-        w = tl.load(inputs.column_weight + tile.columns, mask=tile.columns < inputs.width, other=0.0)
+        w = tl.load(
+            inputs.column_weight + tile.columns, mask=tile.columns < inputs.width, other=0.0
+        )
     absent = tile.z == float("-inf")
     return state[0] + tl.where(absent, 0.0, tile.z * w), state[1] + tl.where(absent, 0.0, w)
 

@@ -1,4 +1,5 @@
-"""The transport "gather": one all-gather, after which every rank merges all packets in the same order."""
+"""The transport "gather": one all-gather, after which every rank merges all packets in the same
+order."""
 
 import torch
 
@@ -11,7 +12,7 @@ from .transport import Transport
 class Gather(Transport):
     """Packets of all ranks, copied to every rank."""
 
-    def merge(self, packets: torch.Tensor, request: Request) -> list[torch.Tensor]:
-        facts = request.facts
+    def merge(self, packets: torch.Tensor, request: Request, launches=None) -> list[torch.Tensor]:
+        facts, launches = request.facts, launches or load_backend(request.facts.backend)
         packets = gather_parts(packets, facts.world_size, facts.group_name)
-        return load_backend(facts.backend).merge_packets(packets, request)
+        return launches.merge_packets(packets, request)

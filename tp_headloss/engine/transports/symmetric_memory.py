@@ -12,7 +12,7 @@ import torch
 from ...ranks.comm import NumberedStore, gather_objects
 from ...ranks.shard import is_live_group, resolve_process_group
 from ..backend import load_backend
-from ..one_read_kernel import Memory, stream_after
+from ..one_read.kernel import Memory, stream_after
 from ..request import Request
 from .transport import Transport
 
@@ -22,9 +22,10 @@ _log = logging.getLogger("tp_headloss")
 class SymmetricMemory(Transport):
     """Memory of one group that all its GPUs address: two slots of packets per rank, used in turn.
 
-    Two slots and one barrier per exchange suffice: a rank that writes a slot again has passed the barrier of the
-    exchange in between, which its peers reach only after they have read the slot. Whose turn it is lives on the device
-    (`turns`), because a captured graph is replayed with the arguments of its capture.
+    Two slots and one barrier per exchange suffice: a rank that writes a slot again has passed the
+    barrier of the exchange in between, which its peers reach only after they have read the slot.
+    Whose turn it is lives on the device (`turns`), because a captured graph is replayed with the
+    arguments of its capture.
     """
 
     def __init__(self, numel: int, device: torch.device):
@@ -33,7 +34,8 @@ class SymmetricMemory(Transport):
         self.slot = 1 << (numel - 1).bit_length()  # fp32 numbers
         self.buffer = symm_mem.empty(2 * self.slot, dtype=torch.float32, device=device)
         self.buffer.zero_()
-        self.in_exchange = False  # stays True if an exchange fails on this rank: its turns are no longer its peers'
+        # stays True if an exchange fails on this rank: its turns are no longer its peers'
+        self.in_exchange = False
 
     def join(self, group, store: NumberedStore):
         """Exchange the addresses of the buffers between the group's ranks."""
@@ -42,14 +44,20 @@ class SymmetricMemory(Transport):
         device = self.buffer.device
         with store.in_place_of_store(group, device):
             self.handle = symm_mem.rendezvous(self.buffer, group)
-        # a peer that does not come for so long is a CUDA error: the group's timeout, or else NCCL's default
+        # a peer that does not come for so long is a CUDA error: the group's timeout, or else NCCL's
+        # default
         options = getattr(group._get_backend(device), "options", None)
         timeout = getattr(options, "_timeout", None)
-        self.timeout_ms = 600_000 if timeout is None else max(1, round(timeout.total_seconds() * 1000))
-        addresses = [self.handle.get_buffer(r, (1,), torch.float32).data_ptr() for r in range(group.size())]
+        self.timeout_ms = (
+            600_000 if timeout is None else max(1, round(timeout.total_seconds() * 1000))
+        )
+        addresses = [
+            self.handle.get_buffer(r, (1,), torch.float32).data_ptr() for r in range(group.size())
+        ]
         self.peers = torch.tensor(addresses, device=device)  # [P] int64
         self.addresses = addresses
-        # [0]: exchanges completed, read where packets are written; [1]: the same, read where they are merged
+        # [0]: exchanges completed, read where packets are written; [1]: the same, read where they
+        # are merged
         self.turns = torch.zeros(2, dtype=torch.int32, device=device)
         self.stream = torch.cuda.current_stream(device)
         torch.cuda.synchronize(device)  # once per group: other streams may use it next
@@ -58,19 +66,22 @@ class SymmetricMemory(Transport):
         """Hold packets of launches of `one_read`."""
         self.one_read = Memory(self.buffer, self.addresses, group.rank(), self.timeout_ms)
 
-    def write(self, request: Request) -> torch.Tensor:
-        """Write this rank's packets [chunks, rows, N] into the slot whose turn it is; the result is the first slot."""
+    def write(self, request: Request, launches=None) -> torch.Tensor:
+        """Write this rank's packets [chunks, rows, N] into the slot whose turn it is; the result is
+        the first slot."""
         self._take_turns()
         shape = request.packets_shape
         packets = self.buffer[: shape[0] * shape[1] * shape[2]].view(shape)
         self.in_exchange = True
-        load_backend(request.facts.backend).local_statistics(packets, request, self)
+        launches = launches or load_backend(request.facts.backend)
+        launches.local_statistics(packets, request, self)
         return packets
 
-    def merge(self, packets: torch.Tensor, request: Request) -> list[torch.Tensor]:
+    def merge(self, packets: torch.Tensor, request: Request, launches=None) -> list[torch.Tensor]:
         """Merge the packets in all ranks' slots, after a barrier."""
         self.handle.barrier(channel=0, timeout_ms=self.timeout_ms)
-        outputs = load_backend(request.facts.backend).merge_packets(packets, request, self)
+        launches = launches or load_backend(request.facts.backend)
+        outputs = launches.merge_packets(packets, request, self)
         self.in_exchange = False
         return outputs
 
@@ -80,7 +91,8 @@ class SymmetricMemory(Transport):
 
 
 class _Group:
-    """Symmetric memory of a group so far, all of it, because graphs may hold the oldest; or the obstacle to it."""
+    """Symmetric memory of a group so far, all of it, because graphs may hold the oldest; or the
+    obstacle to it."""
 
     def __init__(self, group):
         self.group, self.capability = group, (0, 0)
@@ -96,7 +108,9 @@ class _Group:
     def tell(self, name: str):
         """Warn, once, that there is an obstacle."""
         if not self.is_told:
-            _log.warning("no symmetric memory for group %s, packets are gathered: %s", name, self.obstacle)
+            _log.warning(
+                "no symmetric memory for group %s, packets are gathered: %s", name, self.obstacle
+            )
         self.is_told = True
 
 
@@ -112,13 +126,13 @@ def obstacle(group_name: str) -> str | None:
 def find_symmetric_memory(
     request: Request, numel: int | None = None, of_one_read: bool = False
 ) -> SymmetricMemory | None:
-    """Return memory for a request's packets under "symm_mem" and "auto", or None: gather them. of_one_read: memory for
-    packets of `one_read`, of which a slot has numel fp32 numbers.
+    """Return memory for a request's packets under "symm_mem" and "auto", or None: gather them.
+    of_one_read: memory for packets of `one_read`, of which a slot has numel fp32 numbers.
 
-    The ranks agree when a group is first seen, before any exchange, and again when more tokens need more memory; both
-    are host synchronisations, and neither is possible while a CUDA graph is being captured (run a step before).
-    "auto" takes symmetric memory only on GPUs like those where it was faster. It warns only where memory could not be
-    made for a group without an obstacle.
+    The ranks agree when a group is first seen, before any exchange, and again when more tokens need
+    more memory; both are host synchronisations, and neither is possible while a CUDA graph is being
+    captured (run a step before). "auto" takes symmetric memory only on GPUs like those where it was
+    faster. It warns only where memory could not be made for a group without an obstacle.
     """
     facts, logits = request.facts, request.tensors.logits
     if facts.world_size == 1 or not load_backend(facts.backend).shares_memory(logits):
@@ -130,7 +144,9 @@ def find_symmetric_memory(
     if known is None or known.group is not group:
         if torch.cuda.is_current_stream_capturing():
             return None
-        for name in [name for name, other in _groups.items() if not is_live_group(other.group, name)]:
+        for name in [
+            name for name, other in _groups.items() if not is_live_group(other.group, name)
+        ]:
             del _groups[name]  # and the memory of a group that was destroyed
         known = _groups[group_name] = _Group(group)
         known.obstacle, known.capability = _obstacle_and_capability(group, device)
@@ -142,15 +158,17 @@ def find_symmetric_memory(
     if found and found[-1].slot >= numel:
         if found[-1].in_exchange:
             raise RuntimeError(
-                f"an earlier exchange of group {group_name} failed on this rank in the middle, so its ranks no longer "
-                "agree about their symmetric memory: make a new process group, or use transport='gather'"
+                f"an earlier exchange of group {group_name} failed on this rank in the middle, so "
+                "its ranks no longer agree about their symmetric memory: make a new process group, "
+                "or use transport='gather'"
             )
         return found[-1]
     if found is None or torch.cuda.is_current_stream_capturing():
         return None
     memories: list[SymmetricMemory] = []
     with torch.cuda.device(device):
-        # apart, because a rank that has no memory must not leave the others waiting for it in the rendezvous
+        # apart, because a rank that has no memory must not leave the others waiting for it in the
+        # rendezvous
         for step in (
             lambda: memories.append(SymmetricMemory(numel, device)),
             lambda: memories[0].join(group, known.store),
@@ -160,7 +178,9 @@ def find_symmetric_memory(
         known.tell(group_name)
         return None
     if of_one_read and (reason := _first_failure(lambda: memories[0].serve_one_read(group), group)):
-        _log.warning("no launch that reads each logit once for group %s, two instead: %s", group_name, reason)
+        _log.warning(
+            "no launch that reads each logit once for group %s, two instead: %s", group_name, reason
+        )
         known.memories[of_one_read] = None
         return None
     found += memories
@@ -168,7 +188,8 @@ def find_symmetric_memory(
 
 
 def _first_failure(step, group) -> str | None:
-    """Run a step on every rank, and return the first rank's error, the same on all ranks; None if there is none."""
+    """Run a step on every rank, and return the first rank's error, the same on all ranks; None if
+    there is none."""
     error = None
     try:
         step()
@@ -178,7 +199,8 @@ def _first_failure(step, group) -> str | None:
 
 
 def _obstacle_and_capability(group, device) -> tuple[str | None, tuple[int, int]]:
-    """Reason why there is no symmetric memory, or None, and the lowest compute capability: equal on all ranks."""
+    """Reason why there is no symmetric memory, or None, and the lowest compute capability: equal on
+    all ranks."""
     try:
         import torch.distributed._symmetric_memory
 
@@ -191,4 +213,6 @@ def _obstacle_and_capability(group, device) -> tuple[str | None, tuple[int, int]
     lowest = min(capability for *_, capability in facts)
     if reasons := [reason for _, reason, _ in facts if reason]:
         return reasons[0], lowest
-    return None if len({host for host, *_ in facts}) == 1 else "the group spans several hosts", lowest
+    return None if len(
+        {host for host, *_ in facts}
+    ) == 1 else "the group spans several hosts", lowest

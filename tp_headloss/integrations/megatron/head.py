@@ -19,43 +19,53 @@ from ...spec import CheckedBy, Instance, Size, TupleOf, checked
 from .. import require
 from ..replacement import replaced
 
-REFUSED_OPTIONS = {  # options of a config that change what the output layer computes -> why the fused head lacks them
+# options of a config that change what the output layer computes -> why the fused head lacks them
+REFUSED_OPTIONS = {
     "defer_embedding_wgrad_compute": "dW is computed in the backward",
     "fp8_output_proj": "logits are computed in the type of the weight; fused=False keeps Megatron's MXFP8 output layer",
 }
 Terms: TypeAlias = Annotated[Sequence[Term], TupleOf(Instance(Term))]
-IGNORED_LABEL = -100  # if ignore_index is None, every label outside of the vocabulary becomes this ignored label
+# if ignore_index is None, every label outside of the vocabulary becomes this ignored label
+IGNORED_LABEL = -100
 
 
 @checked
 class MegatronHead(Observed):
-    """Per-token losses [b, s] fp32 of a model, not reduced, as `compute_language_model_loss` returns them.
+    """Per-token losses [b, s] fp32 of a model, not reduced, as `compute_language_model_loss`
+    returns them.
 
-    An instance is also an ``output_processor`` of GPTModel.forward (Megatron-Core >= 0.18): hidden [s, b, h] replicated
-    (under sequence parallelism [s/P, b, h]), labels [b, s] replicated -> losses [b, s] replicated; no labels: logits.
+    An instance is also an ``output_processor`` of GPTModel.forward (Megatron-Core >= 0.18): hidden
+    [s, b, h] replicated (under sequence parallelism [s/P, b, h]), labels [b, s] replicated ->
+    losses [b, s] replicated; no labels: logits.
 
     Args:
-        ignore_index: label whose tokens have loss 0 and no gradient; any other label outside of the vocabulary gives
-            NaN. With None, as in Megatron, the caller's loss mask decides which tokens count: labels outside of the
-            vocabulary have loss 0 and no gradient (in Megatron lse - max, no cross-entropy: the mask must be 0 there).
+        ignore_index: label whose tokens have loss 0 and no gradient; any other label outside of the
+            vocabulary gives NaN. With None, as in Megatron, the caller's loss mask decides which
+            tokens count: labels outside of the vocabulary have loss 0 and no gradient (in Megatron
+            lse - max, no cross-entropy: the mask must be 0 there).
         terms, metrics, compile: as in `HeadLoss`; the default term is cross-entropy.
-        depth_terms: terms of the depths of multi-token prediction; None: `terms`. The input "teacher" of such a term
-            is the main head itself, detached, where it predicts the same token, so that
-            ``[Distillation(1.0, "cross_entropy")]`` makes its distribution the depths' soft targets, and no logits
-            exist. It needs `install` or `MegatronHeadMixin`, and fused=True.
-        vocab_size: number of ids of the tokenizer, not the padded number that Megatron calls vocab_size. Rows beyond
-            it are padding and do not enter the softmax. None, or the padded number: all rows do, as in Megatron.
-        linear: `Linear` for its budget and mode. The output layer decides how gradients are reduced, and whether dW
-            goes to ``main_grad`` (gradient_accumulation_fusion). Mode "recompute" (also the meaning of "auto") allows
-            any use of the losses. Mode "one_sweep" saves a GEMM, and is right only if a number times
-            ``(losses * loss_mask).sum()`` is differentiated, for the ``loss_mask`` [b, s] that the model's forward got
-            (None: ones); all gradients are NaN otherwise. It does not apply to losses of multi-token prediction.
+        depth_terms: terms of the depths of multi-token prediction; None: `terms`. The input
+            "teacher" of such a term is the main head itself, detached, where it predicts the same
+            token, so that ``[Distillation(1.0, "cross_entropy")]`` makes its distribution the
+            depths' soft targets, and no logits exist. It needs `install` or `MegatronHeadMixin`,
+            and fused=True.
+        vocab_size: number of ids of the tokenizer, not the padded number that Megatron calls
+            vocab_size. Rows beyond it are padding and do not enter the softmax. None, or the padded
+            number: all rows do, as in Megatron.
+        linear: `Linear` for its budget and mode. The output layer decides how gradients are
+            reduced, and whether dW goes to ``main_grad`` (gradient_accumulation_fusion). Mode
+            "recompute" (also the meaning of "auto") allows any use of the losses. Mode "one_sweep"
+            saves a GEMM, and is right only if a number times ``(losses * loss_mask).sum()`` is
+            differentiated, for the ``loss_mask`` [b, s] that the model's forward got (None: ones);
+            all gradients are NaN otherwise. It does not apply to losses of multi-token prediction.
         options: `Options`, for example ``inplace=True`` for fused=False.
-        observe: function that is called with the `HeadLossOutput` of each call, without graph and statistics; each
-            depth of multi-token prediction is one. Sums are over all tokens, in one sweep weighted by the loss mask.
+        observe: function that is called with the `HeadLossOutput` of each call, without graph and
+            statistics; each depth of multi-token prediction is one. Sums are over all tokens, in
+            one sweep weighted by the loss mask.
 
     Attributes:
-        last: `HeadLossOutput` of the last call (with depths: of the main head), without graph and statistics.
+        last: `HeadLossOutput` of the last call (with depths: of the main head), without graph and
+            statistics.
     """
 
     def __init__(
@@ -72,12 +82,23 @@ class MegatronHead(Observed):
         observe: Callable[[HeadLossOutput], None] | None = None,
     ):
         require("megatron-core")
-        self.ignore_index, self.vocab_size, self.linear = ignore_index, vocab_size, linear or Linear()
+        self.ignore_index, self.vocab_size, self.linear = (
+            ignore_index,
+            vocab_size,
+            linear or Linear(),
+        )
         index = IGNORED_LABEL if ignore_index is None else ignore_index
-        parts: dict[str, Any] = {"metrics": metrics, "ignore_index": index, "options": options, "compile": compile}
+        parts: dict[str, Any] = {
+            "metrics": metrics,
+            "ignore_index": index,
+            "options": options,
+            "compile": compile,
+        }
         self.head_loss = HeadLoss(terms, reduction="none", **parts)
         # equal to Megatron's own losses, for labels in the vocabulary
-        self.computes_megatron_loss = vocab_size is None and self.head_loss.terms == (CrossEntropy(),)
+        self.computes_megatron_loss = vocab_size is None and self.head_loss.terms == (
+            CrossEntropy(),
+        )
         if options is not None and options.inplace:  # a linear head has no logits to overwrite
             parts["options"] = replace(options, inplace=False)
         self.linear_loss = HeadLoss(terms, reduction="none", **parts)
@@ -92,14 +113,16 @@ class MegatronHead(Observed):
 
     @classmethod
     def from_head_loss(cls, head_loss: HeadLoss) -> MegatronHead:
-        """Return a MegatronHead with the terms, metrics, ignore_index, options and compile of a HeadLoss.
+        """Return a MegatronHead with the terms, metrics, ignore_index, options and compile of a
+        HeadLoss.
 
-        ValueError for a reduction other than "mean" and "none": Megatron averages the losses itself, by its loss mask.
+        ValueError for a reduction other than "mean" and "none": Megatron averages the losses
+        itself, by its loss mask.
         """
         if head_loss.reduction not in ("mean", "none"):
             raise ValueError(
-                "Megatron averages the losses per token itself, with its loss mask: the HeadLoss must have "
-                f"reduction='mean' or 'none', got {head_loss.reduction!r}"
+                "Megatron averages the losses per token itself, with its loss mask: the HeadLoss "
+                f"must have reduction='mean' or 'none', got {head_loss.reduction!r}"
             )
         return cls(
             ignore_index=head_loss.ignore_index,
@@ -109,32 +132,44 @@ class MegatronHead(Observed):
             compile=head_loss.compile_terms,
         )
 
-    def __call__(self, *, hidden_states, output_layer, output_weight, labels, scale_logits, config, **rest):
-        """Return the losses [b, s], or the logits without labels. Arguments are those of an ``output_processor``."""
+    def __call__(
+        self, *, hidden_states, output_layer, output_weight, labels, scale_logits, config, **rest
+    ):
+        """Return the losses [b, s], or the logits without labels. Arguments are those of an
+        ``output_processor``."""
         if labels is None:
             gather = rest.get("runtime_gather_output")
-            logits, _ = output_layer(hidden_states, weight=output_weight, runtime_gather_output=gather)
+            logits, _ = output_layer(
+                hidden_states, weight=output_weight, runtime_gather_output=gather
+            )
             return scale_logits(logits).transpose(0, 1).contiguous()
         if self.depth_terms is not None:
             raise ValueError(
-                "depth_terms do not reach the depths of multi-token prediction through an output_processor: use "
-                "install(model, head), or MegatronHeadMixin, with a model that has mtp_num_layers"
+                "depth_terms do not reach the depths of multi-token prediction through an "
+                "output_processor: use install(model, head), or MegatronHeadMixin, with a model "
+                "that has mtp_num_layers"
             )
 
         def forward(hidden, weight=None, runtime_gather_output=None):
-            return self.losses_from_hidden(hidden, weight, output_layer, labels, config, rest.get("loss_mask")), None
+            return self.losses_from_hidden(
+                hidden, weight, output_layer, labels, config, rest.get("loss_mask")
+            ), None
 
         # through the module, because hooks on it gather its parameters
         with replaced(output_layer, forward=forward):
             return output_layer(hidden_states, weight=output_weight)[0]
 
-    def losses_from_hidden(self, hidden, weight, layer, labels, config, loss_mask=None) -> torch.Tensor:
-        """Return the losses [b, s] of hidden states and the weight of an output layer, without logits.
+    def losses_from_hidden(
+        self, hidden, weight, layer, labels, config, loss_mask=None
+    ) -> torch.Tensor:
+        """Return the losses [b, s] of hidden states and the weight of an output layer, without
+        logits.
 
         Args:
             hidden: [s, b, h] replicated, or [s/P, b, h] under sequence parallelism.
             weight: [v/P, h] sharded on V; None: the layer's own.
-            layer: Megatron's ColumnParallelLinear. It says the group, the bias and how dH is reduced.
+            layer: Megatron's ColumnParallelLinear. It says the group, the bias and how dH is
+                reduced.
             labels, loss_mask: [b, s] replicated. The mask is used in one sweep only.
             config: the model's TransformerConfig.
         """
@@ -149,23 +184,30 @@ class MegatronHead(Observed):
         with torch.no_grad():
             losses = sum(term.weight * term.function(out.stats) for term in self.summed_loss.terms)
             losses = torch.where(out.stats.valid, losses, 0.0)
-        return self._observed_losses(out._replace(loss=_LossesOfSum.apply(out.loss, losses, token_weight)))
+        return self._observed_losses(
+            out._replace(loss=_LossesOfSum.apply(out.loss, losses, token_weight))
+        )
 
     def depth_losses_from_hidden(
         self, hidden, weight, layer, labels, config, *, main_hidden=None, counted: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return what Megatron takes of a depth of multi-token prediction: its losses [b, s], and where [b, s] the
-        likeliest id is the label. Arguments as in `losses_from_hidden`; never in one sweep.
+        """Return what Megatron takes of a depth of multi-token prediction: its losses [b, s], and
+        where [b, s] the likeliest id is the label. Arguments as in `losses_from_hidden`; never in
+        one sweep.
 
         Args:
-            main_hidden: like `hidden`, the main head's where it predicts the same tokens, for terms with a teacher.
-            counted: False: the likeliest ids are not looked for, and None is returned in the second place.
+            main_hidden: like `hidden`, the main head's where it predicts the same tokens, for terms
+                with a teacher.
+            counted: False: the likeliest ids are not looked for, and None is returned in the second
+                place.
         """
         weight, labels, given = self._linear_arguments(weight, layer, labels, config, "recompute")
         if main_hidden is not None:
             teacher = TeacherHead(main_hidden, weight, given["bias"], given["transform"])
             given["inputs"] = {"teacher": teacher}
-        out = (self.counted_depth_loss if counted else self.depth_loss).linear(hidden, weight, labels, **given)
+        out = (self.counted_depth_loss if counted else self.depth_loss).linear(
+            hidden, weight, labels, **given
+        )
         return self._observed_losses(out), out.stats.correct.transpose(0, 1) if counted else None
 
     def _linear_arguments(self, weight, layer, labels, config, mode: str):
@@ -173,23 +215,35 @@ class MegatronHead(Observed):
         weight = layer.weight if weight is None else weight
         refuse_options(config, layer)
         shard = layer_shard(layer.tp_group, weight.shape[0], self.vocab_size)
-        bias, linear = None if layer.skip_bias_add else layer.bias, linear_options(self.linear, layer, weight, mode)
-        given = {"shard": shard, "bias": bias, "transform": logits_transform(config), "linear": linear}
+        bias, linear = (
+            None if layer.skip_bias_add else layer.bias,
+            linear_options(self.linear, layer, weight, mode),
+        )
+        given = {
+            "shard": shard,
+            "bias": bias,
+            "transform": logits_transform(config),
+            "linear": linear,
+        }
         return weight, self._labels(labels, shard), given
 
     def losses_from_logits(self, logits, labels, layer) -> torch.Tensor:
-        """Return the losses [b, s] of logits [s, b, v/P] sharded on V, labels [b, s]; ValueError for gathered ones."""
+        """Return the losses [b, s] of logits [s, b, v/P] sharded on V, labels [b, s]; ValueError
+        for gathered ones."""
         columns = getattr(layer, "output_size_per_partition", logits.shape[-1])
         if logits.shape[-1] != columns:
             raise ValueError(
-                f"logits must be this rank's {columns} columns, got {logits.shape[-1]}: the model must have "
-                "parallel_output=True and be called without runtime_gather_output"
+                f"logits must be this rank's {columns} columns, got {logits.shape[-1]}: the model "
+                "must have parallel_output=True and be called without runtime_gather_output"
             )
         shard = layer_shard(layer.tp_group, columns, self.vocab_size)
-        return self._observed_losses(self.head_loss(logits, self._labels(labels, shard), shard=shard))
+        return self._observed_losses(
+            self.head_loss(logits, self._labels(labels, shard), shard=shard)
+        )
 
     def _labels(self, labels, shard) -> torch.Tensor:
-        """Labels [s, b], the order of Megatron's logits, with unknown labels ignored if ignore_index is None."""
+        """Labels [s, b], the order of Megatron's logits, with unknown labels ignored if
+        ignore_index is None."""
         labels = labels.transpose(0, 1)
         if self.ignore_index is None:
             labels = labels.masked_fill((labels < 0) | (labels >= shard.vocab_size), IGNORED_LABEL)
@@ -206,10 +260,12 @@ def _no_metrics(stats) -> dict[str, torch.Tensor]:
 
 
 class _LossesOfSum(torch.autograd.Function):
-    """Per-token losses [s, b] whose gradient goes into their weighted sum, for which one sweep has computed dH and dW.
+    """Per-token losses [s, b] whose gradient goes into their weighted sum, for which one sweep has
+    computed dH and dW.
 
-    Forward: total = sum(losses * weight) [], losses, weight -> losses. Backward: the upstream gradient must be some
-    number times the weight; that number is the gradient of the total, and NaN otherwise.
+    Forward: total = sum(losses * weight) [], losses, weight -> losses. Backward: the upstream
+    gradient must be some number times the weight; that number is the gradient of the total, and NaN
+    otherwise.
     """
 
     @staticmethod
@@ -227,33 +283,43 @@ class _LossesOfSum(torch.autograd.Function):
 
 
 def layer_shard(group, width: int, vocab_size: int | None) -> VocabShard:
-    """Return this rank's shard of an output layer of `width` rows a rank; those at or beyond vocab_size are padding."""
+    """Return this rank's shard of an output layer of `width` rows a rank; those at or beyond
+    vocab_size are padding."""
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(f"the output layer must know its tensor-parallel group, got {group!r}")
     padded = width * group.size()
     if vocab_size is not None and vocab_size > padded:
-        raise ValueError(f"vocab_size must be at most the {padded} rows of the output layer, got {vocab_size}")
+        raise ValueError(
+            f"vocab_size must be at most the {padded} rows of the output layer, got {vocab_size}"
+        )
     return VocabShard.from_group(group, padded if vocab_size is None else vocab_size, padded)
 
 
 def linear_options(linear: Linear, layer, weight: torch.Tensor, mode: str) -> Linear:
     """Return `Linear` options that reduce dH and store dW as the output layer would."""
-    partial = layer.tp_group.size() > 1 and not layer.sequence_parallel and not layer.allreduce_dgrad
+    partial = (
+        layer.tp_group.size() > 1 and not layer.sequence_parallel and not layer.allreduce_dgrad
+    )
     how = "reduce_scatter" if layer.sequence_parallel else "none" if partial else "all_reduce"
-    # dW goes to an fp32 main_grad if it can be added there; otherwise it is returned, and DDP's hook adds it
+    # dW goes to an fp32 main_grad if it can be added there; otherwise it is returned, and DDP's
+    # hook adds it
     fused = layer.gradient_accumulation_fusion and weight.requires_grad and torch.is_grad_enabled()
-    main_grad = fused and getattr(getattr(weight, "main_grad", None), "dtype", None) == torch.float32
+    main_grad = (
+        fused and getattr(getattr(weight, "main_grad", None), "dtype", None) == torch.float32
+    )
     return replace(linear, mode=mode, hidden_grad=how, main_grad=main_grad)
 
 
 def logits_transform(config, temperature: float | torch.Tensor = 1.0) -> Transform:
-    """Return the transform that a TransformerConfig asks for: the scale of MuP or none, then a temperature."""
+    """Return the transform that a TransformerConfig asks for: the scale of MuP or none, then a
+    temperature."""
     scale = config.mup_output_mult if getattr(config, "use_mup", False) else 1.0
     return Transform(scale=scale, temperature=temperature)
 
 
 def refuse_options(config, layer):
-    """Raise ValueError or TypeError for whatever makes the output layer compute something else than the fused head."""
+    """Raise ValueError or TypeError for whatever makes the output layer compute something else than
+    the fused head."""
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
     for name, reason in REFUSED_OPTIONS.items():
@@ -261,17 +327,18 @@ def refuse_options(config, layer):
             raise ValueError(f"{name}=True is not supported: {reason}")
     if type(layer).forward is not ColumnParallelLinear.forward:
         raise TypeError(
-            "the output layer must be Megatron's ColumnParallelLinear without a forward of its own, got "
-            f"{type(layer).__name__}: use fused=False, which calls it"
+            "the output layer must be Megatron's ColumnParallelLinear without a forward of its "
+            f"own, got {type(layer).__name__}: use fused=False, which calls it"
         )
     dtype = getattr(layer, "output_dtype", None)  # of newer versions
     if dtype not in (None, config.params_dtype):
         raise ValueError(
-            f"the output layer's output_dtype (--output-logit-dtype) must be the model's {config.params_dtype}, got "
-            f"{dtype}: use fused=False, which keeps the logits of that type"
+            "the output layer's output_dtype (--output-logit-dtype) must be the model's "
+            f"{config.params_dtype}, got {dtype}: use fused=False, which keeps the logits of that "
+            "type"
         )
     if getattr(layer, "gtp_remat_size", 1) > 1:
         raise ValueError(
-            "the output layer's weight must be sharded over its tensor-parallel group alone, got gtp_remat_size="
-            f"{layer.gtp_remat_size}: use fused=False"
+            "the output layer's weight must be sharded over its tensor-parallel group alone, got "
+            f"gtp_remat_size={layer.gtp_remat_size}: use fused=False"
         )

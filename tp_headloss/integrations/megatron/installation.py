@@ -1,4 +1,5 @@
-"""`install`: put a `MegatronHead` into one model, after checks of the model and a comparison with its own losses."""
+"""`install`: put a `MegatronHead` into one model, after checks of the model and a comparison with
+its own losses."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from .postprocess import postprocess
 class Installed(Replacement):
     """The methods that `install` has put into a model; `remove` takes them out again.
 
-    As a context manager it removes them at the end of the block, and raises RuntimeError if they computed no loss.
+    As a context manager it removes them at the end of the block, and raises RuntimeError if they
+    computed no loss.
 
     Attributes:
         head: the `MegatronHead`.
@@ -35,40 +37,51 @@ class Installed(Replacement):
 
     @property
     def last(self):
-        """`HeadLossOutput` of the head's last call, without graph and statistics, for metrics; None before it."""
+        """`HeadLossOutput` of the head's last call, without graph and statistics, for metrics; None
+        before it."""
         return self.head.last
 
     def expect_use(self):
         if not self.calls:
-            raise RuntimeError("no loss came through the installed head: is this the model that is trained?")
+            raise RuntimeError(
+                "no loss came through the installed head: is this the model that is trained?"
+            )
 
 
 @checked
 def install(
-    model: Annotated[Any, CheckedBy("a model")], head: MegatronHead | HeadLoss, *, fused: bool = True
+    model: Annotated[Any, CheckedBy("a model")],
+    head: MegatronHead | HeadLoss,
+    *,
+    fused: bool = True,
 ) -> Installed:
     """Put a head into one model, and compare its losses with the model's own.
 
-    All ranks of the output layer's group call this together. A check call with random hidden states follows: the losses
-    must come from the head and have the right shape, and, if the head computes what the model does (no terms of its
-    own, no vocab_size), be equal to the model's own losses. After an error the model is as it was before.
+    All ranks of the output layer's group call this together. A check call with random hidden states
+    follows: the losses must come from the head and have the right shape, and, if the head computes
+    what the model does (no terms of its own, no vocab_size), be equal to the model's own losses.
+    After an error the model is as it was before.
 
     Args:
-        model: GPTModel or HybridModel, or with fused=False any LanguageModule; wrappers such as DDP are seen through.
-        head: `MegatronHead`, or a `HeadLoss` of reduction "none", or "mean", which Megatron then computes itself.
+        model: GPTModel or HybridModel, or with fused=False any LanguageModule; wrappers such as DDP
+            are seen through.
+        head: `MegatronHead`, or a `HeadLoss` of reduction "none", or "mean", which Megatron then
+            computes itself.
         fused: True: from hidden states, without logits. False: from this rank's logits.
 
     Raises:
         TypeError: `model` is no model, `head` no head, or the output layer is not Megatron's own.
-        ValueError: the model has no output layer (it is not the last chunk of the last pipeline stage), its loss is
-            replaced already, or its config asks the output layer for something that the head does not do.
+        ValueError: the model has no output layer (it is not the last chunk of the last pipeline
+            stage), its loss is replaced already, or its config asks the output layer for something
+            that the head does not do.
         RuntimeError: the check failed.
     """
     require("megatron-core")
     head = MegatronHead.from_head_loss(head) if isinstance(head, HeadLoss) else head
     model, owner = _checked_model(model, fused)
     _refuse_unused(model, head, fused)
-    entry = "_postprocess" if hasattr(owner, "_postprocess") else "forward"  # gets hidden states and labels
+    # gets hidden states and labels
+    entry = "_postprocess" if hasattr(owner, "_postprocess") else "forward"
     _refuse_replaced(model, fused and (entry, owner))
     stock: Any = getattr(owner, entry, None)
 
@@ -88,7 +101,9 @@ def install(
     installed, calls_before, observe = Installed(model, head, *functions), head.calls, head.observe
     try:
         # bound methods, so that a copy of the model calls them with itself
-        installed.install({name: types.MethodType(function, model) for name, function in functions.items()})
+        installed.install(
+            {name: types.MethodType(function, model) for name, function in functions.items()}
+        )
         head.observe = None
         _compare(_check_call(model, head, fused), stock_losses, head, calls_before)
     except BaseException:
@@ -101,20 +116,26 @@ def install(
 
 
 def _checked_model(model, fused):
-    """Return the model without wrappers, and its Megatron class. TypeError or ValueError if no head can be put in."""
+    """Return the model without wrappers, and its Megatron class. TypeError or ValueError if no head
+    can be put in."""
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
     if isinstance(model, (list, tuple)):
         raise TypeError(
-            f"model must be one model chunk, got a {type(model).__name__} of {len(model)}: pass the chunk that has the "
-            "output layer, model[-1] on the last pipeline stage"
+            f"model must be one model chunk, got a {type(model).__name__} of {len(model)}: pass "
+            "the chunk that has the output layer, model[-1] on the last pipeline stage"
         )
-    while not isinstance(model, LanguageModule) and isinstance(getattr(model, "module", None), torch.nn.Module):
+    while not isinstance(model, LanguageModule) and isinstance(
+        getattr(model, "module", None), torch.nn.Module
+    ):
         model = model.module
     classes = _fused_classes() if fused else (LanguageModule,)
     AnyOf(tuple(map(Instance, classes)), False).check("model", model, {})
     if getattr(model, "output_layer", None) is None:
-        raise ValueError("this model has no output layer: install on the last pipeline stage alone, in its last chunk")
+        raise ValueError(
+            "this model has no output layer: install on the last pipeline stage alone, in its last "
+            "chunk"
+        )
     owner = next(cls for cls in classes if isinstance(model, cls))
     if fused:
         refuse_options(model.config, model.output_layer)
@@ -124,9 +145,15 @@ def _checked_model(model, fused):
 def _refuse_unused(model, head, fused):
     """Raise ValueError if the head has options, or terms for depths, that nothing would use."""
     if not fused and head.linear != Linear():
-        raise ValueError(f"linear needs fused=True, where there are hidden states, got fused=False and {head.linear}")
+        raise ValueError(
+            "linear needs fused=True, where there are hidden states, got fused=False and "
+            f"{head.linear}"
+        )
     if fused and head.head_loss.options is not None and head.head_loss.options.inplace:
-        raise ValueError("Options(inplace=True) is for logits, fused=False: a fused head has none, got fused=True")
+        raise ValueError(
+            "Options(inplace=True) is for logits, fused=False: a fused head has none, got "
+            "fused=True"
+        )
     depths = getattr(model.config, "mtp_num_layers", None)
     if head.depth_terms is not None and not (fused and depths):
         raise ValueError(
@@ -147,41 +174,64 @@ def _fused_classes() -> tuple[type, ...]:
 
 
 def _refuse_replaced(model, entry):
-    """Raise ValueError if the model's loss, or its entry (name, class), is not Megatron's own any more."""
+    """Raise ValueError if the model's loss, or its entry (name, class), is not Megatron's own any
+    more."""
     from megatron.core.models.common.language_module import language_module as functions
 
-    methods = [("compute_language_model_loss", functions.LanguageModule)] + ([entry] if entry else [])
+    methods = [("compute_language_model_loss", functions.LanguageModule)] + (
+        [entry] if entry else []
+    )
     for name, owner in methods:
         own = getattr(owner, name)
-        if name in model.__dict__ or getattr(type(model), name) is not own or not _comes_with_megatron(own):
+        if (
+            name in model.__dict__
+            or getattr(type(model), name) is not own
+            or not _comes_with_megatron(own)
+        ):
             raise ValueError(
-                f"{type(model).__name__}.{name} is replaced already: one at a time; remove that one, or, for a "
-                "subclass of yours, use MegatronHeadMixin"
+                f"{type(model).__name__}.{name} is replaced already: one at a time; remove that "
+                "one, or, for a subclass of yours, use MegatronHeadMixin"
             )
     names = ("fused_vocab_parallel_cross_entropy", "te_parallel_cross_entropy")
     losses = {name: getattr(functions, name, None) for name in names}
     losses["vocab_parallel_cross_entropy"] = functions.tensor_parallel.vocab_parallel_cross_entropy
     for name, function in losses.items():
         if function is not None and not _comes_with_megatron(function):
-            raise ValueError(f"{function.__module__} has replaced Megatron's {name}: remove that first")
+            raise ValueError(
+                f"{function.__module__} has replaced Megatron's {name}: remove that first"
+            )
 
 
 def _comes_with_megatron(function) -> bool:
     """True for functions of Megatron and the libraries that it calls."""
-    return (getattr(function, "__module__", None) or "").split(".")[0] in ("megatron", "transformer_engine", "torch")
+    return (getattr(function, "__module__", None) or "").split(".")[0] in (
+        "megatron",
+        "transformer_engine",
+        "torch",
+    )
 
 
 def _check_call(model, head, fused) -> torch.Tensor:
-    """Losses [1, s] of random hidden states or logits, equal on all ranks, as the model computes them now."""
+    """Losses [1, s] of random hidden states or logits, equal on all ranks, as the model computes
+    them now."""
     layer, group = model.output_layer, model.output_layer.tp_group
-    weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else layer.weight
+    weight = (
+        model.shared_embedding_or_output_weight()
+        if model.share_embeddings_and_output_weights
+        else layer.weight
+    )
     generator, count = torch.Generator().manual_seed(0), 2 * group.size()
     depths = 1 + (getattr(model.config, "mtp_num_layers", None) or 0)
-    labels = torch.randint(0, weight.shape[0] * group.size() - 1, (1, count), generator=generator).to(weight.device)
-    labels = labels + (labels == head.ignore_index)  # ignore_index may be an id, and would have no loss
+    labels = torch.randint(
+        0, weight.shape[0] * group.size() - 1, (1, count), generator=generator
+    ).to(weight.device)
+    # ignore_index may be an id, and would have no loss
+    labels = labels + (labels == head.ignore_index)
     hidden = torch.randn(depths * count, 1, weight.shape[1], generator=generator).to(weight)
     if fused and layer.sequence_parallel:
-        hidden = hidden.view(depths, group.size(), -1, *hidden.shape[1:])[:, group.rank()].flatten(0, 1)
+        hidden = hidden.view(depths, group.size(), -1, *hidden.shape[1:])[:, group.rank()].flatten(
+            0, 1
+        )
     with evaluating(model):
         if not fused:
             return model.compute_language_model_loss(labels, F.linear(hidden[:count], weight))
@@ -191,12 +241,19 @@ def _check_call(model, head, fused) -> torch.Tensor:
                     stack.enter_context(replaced(block, forward=lambda *args, **kwargs: hidden))
                 return model.forward(None, None, None, decoder_input=hidden, labels=labels)
         names = inspect.signature(type(model)._postprocess).parameters
-        required = {n: None for n, p in names.items() if n != "self" and p.default is inspect.Parameter.empty}
+        required = {
+            n: None
+            for n, p in names.items()
+            if n != "self" and p.default is inspect.Parameter.empty
+        }
         return model._postprocess(**{**required, "hidden_states": hidden, "labels": labels})
 
 
 def _compare(losses, stock_losses, head, calls_before):
-    """Raise RuntimeError unless the head computed these losses, and they agree with the model's own."""
+    """Raise RuntimeError unless the head computed these losses, and they agree with the model's
+    own."""
     if head.calls == calls_before:
-        raise RuntimeError("the check call did not come through the head: this model computes its loss elsewhere")
+        raise RuntimeError(
+            "the check call did not come through the head: this model computes its loss elsewhere"
+        )
     expect_close("the loss of the check call", losses, stock_losses, head.computes_megatron_loss)

@@ -1,4 +1,5 @@
-"""The place in a model's forward where the head takes over from Megatron's output layer and loss."""
+"""The place in a model's forward where the head takes over from Megatron's output layer and
+loss."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ else:
 
 
 class MegatronHeadMixin(GPTModel):
-    """The fused head for a subclass of GPTModel, ``class Model(MegatronHeadMixin, GPTModel)``, without `install`.
+    """The fused head for a subclass of GPTModel, ``class Model(MegatronHeadMixin, GPTModel)``,
+    without `install`.
 
     Set ``model.megatron_head`` to a `MegatronHead`. While it is None, the model is Megatron's own.
     """
@@ -39,8 +41,9 @@ class MegatronHeadMixin(GPTModel):
 
 
 def postprocess(model, head: MegatronHead | None, original, *, labels=None, **rest):
-    """Run `original`, which is GPTModel._postprocess or HybridModel.forward, with the head in place of the output layer
-    and the losses. Without labels or head, and at inference, `original` runs unchanged."""
+    """Run `original`, which is GPTModel._postprocess or HybridModel.forward, with the head in place
+    of the output layer and the losses. Without labels or head, and at inference, `original` runs
+    unchanged."""
     rest = {"labels": labels, **rest}
     infers = rest.get("inference_context") is not None and not model.training
     if head is None or labels is None or infers or not model.post_process:
@@ -56,7 +59,9 @@ def postprocess(model, head: MegatronHead | None, original, *, labels=None, **re
 
     def loss(given, hidden):
         if given is labels:
-            return head.losses_from_hidden(hidden, taken.weight, layer, given, config, rest.get("loss_mask"))
+            return head.losses_from_hidden(
+                hidden, taken.weight, layer, given, config, rest.get("loss_mask")
+            )
         main_hidden = main_states.moved() if head.learns_from_main_head else None
         losses, taken.correct = head.depth_losses_from_hidden(
             hidden, taken.weight, layer, given, config, main_hidden=main_hidden, counted=counted
@@ -70,7 +75,8 @@ def postprocess(model, head: MegatronHead | None, original, *, labels=None, **re
 
 
 def counts_accepted_tokens() -> bool:
-    """True if this version of Megatron counts the accepted tokens of depths in training (from 0.19 on)."""
+    """True if this version of Megatron counts the accepted tokens of depths in training (from 0.19
+    on)."""
     from megatron.core.transformer import multi_token_prediction
 
     return hasattr(multi_token_prediction, "_compute_mtp_acceptance_counts")
@@ -78,8 +84,9 @@ def counts_accepted_tokens() -> bool:
 
 @contextmanager
 def acceptance_counts_of(taken: TakenHidden):
-    """Make Megatron (from 0.19 on) count the accepted tokens of a depth of multi-token prediction by what its loss has
-    found, for the duration of the block: it would look for the likeliest ids in logits."""
+    """Make Megatron (from 0.19 on) count the accepted tokens of a depth of multi-token prediction
+    by what its loss has found, for the duration of the block: it would look for the likeliest ids
+    in logits."""
     from megatron.core.transformer import multi_token_prediction
 
     def counts(logits, labels, loss_mask, *_, **__):
@@ -92,12 +99,14 @@ def acceptance_counts_of(taken: TakenHidden):
 
 @dataclass
 class TakenHidden:
-    """Hidden states and weight of the last call of a model's output layer, which computed no logits from them.
+    """Hidden states and weight of the last call of a model's output layer, which computed no logits
+    from them.
 
     Attributes:
         hidden: [s, b, h], [s/P, b, h] under sequence parallelism; None before the first call.
         weight: [v/P, h] of tied embeddings, or None: the layer's own.
-        correct: bool [b, s], the last depth's likeliest id is the label; None where Megatron does not count these.
+        correct: bool [b, s], the last depth's likeliest id is the label; None where Megatron does
+            not count these.
     """
 
     hidden: torch.Tensor | None = None
@@ -107,8 +116,9 @@ class TakenHidden:
 
 @contextmanager
 def hidden_in_place_of_logits(model, **methods):
-    """Make the output layer return its input for the duration of the block -> `TakenHidden`. The layer is still called
-    as a module, because hooks on it gather its parameters; methods: more methods of the model to replace."""
+    """Make the output layer return its input for the duration of the block -> `TakenHidden`. The
+    layer is still called as a module, because hooks on it gather its parameters; methods: more
+    methods of the model to replace."""
     taken = TakenHidden()
 
     def forward(hidden, weight=None, runtime_gather_output=None):

@@ -1,7 +1,9 @@
-"""Hugging Face transformers: a causal language model whose output layer is sharded on the vocabulary.
+"""Hugging Face transformers: a causal language model whose output layer is sharded on the
+vocabulary.
 
-`causal_lm_loss` takes the place of ``model.loss_function``, and `fuse_head` that of ``model.forward``, without logits.
-Both are installed on one model by its owner; importing this package changes nothing.
+`causal_lm_loss` takes the place of ``model.loss_function``, and `fuse_head` that of
+``model.forward``, without logits. Both are installed on one model by its owner; importing this
+package changes nothing.
 """
 
 from .. import require

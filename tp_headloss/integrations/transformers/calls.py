@@ -1,4 +1,5 @@
-"""One call of a model: calls that are refused, the model's body, its labels, and the numbers of its loss."""
+"""One call of a model: calls that are refused, the model's body, its labels, and the numbers of its
+loss."""
 
 from __future__ import annotations
 
@@ -17,13 +18,19 @@ from ...spec import IDS
 
 # Arguments of a model's forward that its body does not take
 HEAD_ARGUMENTS = (
-    "labels", "shift_labels", "num_items_in_batch", "ignore_index", "logits_to_keep", "return_dict", "head_inputs",
-)  # fmt: skip
-
+    "labels",
+    "shift_labels",
+    "num_items_in_batch",
+    "ignore_index",
+    "logits_to_keep",
+    "return_dict",
+    "head_inputs",
+)
 LOST_LABELS = (
-    "a training call must have labels (or shift_labels), got none, so the HeadLoss would not be computed: "
-    "transformers' Trainer takes them away for label_smoothing_factor (use HeadLoss([CrossEntropy(label_smoothing="
-    "...)]) instead) and for compute_loss_func (leave it out); for logits, use eval() or torch.no_grad()"
+    "a training call must have labels (or shift_labels), got none, so the HeadLoss would not be "
+    "computed: transformers' Trainer takes them away for label_smoothing_factor (use "
+    "HeadLoss([CrossEntropy(label_smoothing=...)]) instead) and for compute_loss_func (leave it "
+    "out); for logits, use eval() or torch.no_grad()"
 )
 
 
@@ -33,28 +40,32 @@ def is_training(model) -> bool:
 
 
 def refuse_columns(outputs, shard: VocabShard):
-    """Raise ValueError if logits of a call without labels are this rank's columns: its caller takes them for all."""
+    """Raise ValueError if logits of a call without labels are this rank's columns: its caller takes
+    them for all."""
     logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
     if shard.world_size > 1 and logits.shape[-1] == shard.width:
         raise ValueError(
-            f"a call without labels must return all {shard.vocab_size} columns of the logits, got this rank's "
-            f"{shard.width}, [{shard.start}, {shard.stop}): for logits and generate(), load the model with its own "
-            "plan (tp_plan='auto' instead of colwise_plan; in DeepSpeed vocab_parallel_lm_head=false) and use fuse_head"
+            f"a call without labels must return all {shard.vocab_size} columns of the logits, got "
+            f"this rank's {shard.width}, [{shard.start}, {shard.stop}): for logits and generate(), "
+            "load the model with its own plan (tp_plan='auto' instead of colwise_plan; in "
+            "DeepSpeed vocab_parallel_lm_head=false) and use fuse_head"
         )
 
 
 def refuse_auxiliary_loss(model, given: Mapping[str, Any]):
     """Raise ValueError if the call, or the config, asks for the auxiliary loss of a router."""
-    if given.get("output_router_logits") or getattr(model.config.get_text_config(), "output_router_logits", False):
+    if given.get("output_router_logits") or getattr(
+        model.config.get_text_config(), "output_router_logits", False
+    ):
         raise ValueError(
-            "output_router_logits adds the router's auxiliary loss, which a fused head does not compute: compute it "
-            "from the model's body, or use causal_lm_loss"
+            "output_router_logits adds the router's auxiliary loss, which a fused head does not "
+            "compute: compute it from the model's body, or use causal_lm_loss"
         )
 
 
 def body_of(model):
-    """Return the module that makes the model's hidden states: its base model, or where the class names none (Llama 4)
-    its only part that is a model; the model itself if there is neither."""
+    """Return the module that makes the model's hidden states: its base model, or where the class
+    names none (Llama 4) its only part that is a model; the model itself if there is neither."""
     if model.base_model is not model:
         return model.base_model
     parts = [part for part in model.children() if isinstance(part, PreTrainedModel)]
@@ -62,20 +73,26 @@ def body_of(model):
 
 
 def run_body(model, given: Mapping[str, Any]):
-    """Return the outputs of the model's body for the arguments of a call with labels of the model's forward. ValueError
-    if they keep only some logits, or ask for a router's loss."""
+    """Return the outputs of the model's body for the arguments of a call with labels of the model's
+    forward. ValueError if they keep only some logits, or ask for a router's loss."""
     keep = given.get("logits_to_keep", 0)
     if isinstance(keep, torch.Tensor) or keep != 0:
-        raise ValueError("labels score every position: logits_to_keep goes with a call without labels")
+        raise ValueError(
+            "labels score every position: logits_to_keep goes with a call without labels"
+        )
     refuse_auxiliary_loss(model, given)
     body = body_of(model)
-    also = {"labels"} & inspect.signature(body.forward).parameters.keys()  # of Gemma 3, for its attention to images
-    inputs = {name: value for name, value in given.items() if name not in HEAD_ARGUMENTS or name in also}
+    # of Gemma 3, for its attention to images
+    also = {"labels"} & inspect.signature(body.forward).parameters.keys()
+    inputs = {
+        name: value for name, value in given.items() if name not in HEAD_ARGUMENTS or name in also
+    }
     return body(**inputs, return_dict=True)
 
 
 def next_token_labels(labels, shift_labels, ignore_index: int) -> torch.Tensor:
-    """Return the label of each position of the logits [B, S]: shift_labels, or labels shifted by one to the left."""
+    """Return the label of each position of the logits [B, S]: shift_labels, or labels shifted by
+    one to the left."""
     if shift_labels is not None:
         IDS.check("shift_labels", shift_labels, {})
         return shift_labels
@@ -83,7 +100,8 @@ def next_token_labels(labels, shift_labels, ignore_index: int) -> torch.Tensor:
         raise ValueError("a loss needs labels or shift_labels, got neither")
     IDS.check("labels", labels, {})
     shifted = labels.long().roll(-1, -1)
-    shifted[..., -1:] = ignore_index  # torch's pad takes it through a float, which not all int64 fit
+    # torch's pad takes it through a float, which not all int64 fit
+    shifted[..., -1:] = ignore_index
     return shifted
 
 
@@ -95,7 +113,8 @@ def scalar_head_loss(head_loss: HeadLoss | None) -> HeadLoss:
     return head_loss
 
 
-# HeadLoss -> by ignore_index its definition and a copy, which keeps what it compiled and what it knows of calls
+# HeadLoss -> by ignore_index its definition and a copy, which keeps what it compiled and what it
+# knows of calls
 _copies: WeakKeyDictionary[HeadLoss, dict] = WeakKeyDictionary()
 
 
@@ -113,5 +132,6 @@ def with_ignore_index(head_loss: HeadLoss, ignore_index: int | None) -> HeadLoss
 
 
 def scalar_number(number, device):
-    """Return a count of tokens as a number or a scalar tensor; transformers' DataParallel gives several equal ones."""
+    """Return a count of tokens as a number or a scalar tensor; transformers' DataParallel gives
+    several equal ones."""
     return number.to(device).flatten()[0] if isinstance(number, torch.Tensor) else number

@@ -1,4 +1,5 @@
-"""A forward with a head in place of a model's own, and the check that nothing else is between its body and loss."""
+"""A forward with a head in place of a model's own, and the check that nothing else is between its
+body and loss."""
 
 from __future__ import annotations
 
@@ -25,26 +26,37 @@ from .model_facts import config_transform, installed_shard, output_layer
 
 
 class InstalledForward(Replacement):
-    """A forward in the place of a model's own, installed on construction; the model is as it was if a check fails.
+    """A forward in the place of a model's own, installed on construction; the model is as it was if
+    a check fails.
 
     A subclass has `_forward`, which counts the `calls` of its head.
 
     Args:
         shard, transform: as in `fuse_head`.
-        in_place: the forward that this model has of its own, and gets back in the end; None: it must have none.
+        in_place: the forward that this model has of its own, and gets back in the end; None: it
+            must have none.
         arguments: of the check call, besides ids and labels.
     """
 
     on_top = "what was installed on top (what accelerate did, by unwrap_model(model, keep_fp32_wrapper=False))"
 
-    def __init__(self, model, shard: VocabShard | None, transform: Transform | None, in_place=None, **arguments: Any):
+    def __init__(
+        self,
+        model,
+        shard: VocabShard | None,
+        transform: Transform | None,
+        in_place=None,
+        **arguments: Any,
+    ):
         super().__init__(vars(model), "forward", "__reduce_ex__", "_replicate_for_data_parallel")
         self.model, self.shard, self.calls, self.checked = model, shard, 0, False
         try:
             if in_place is not None:
                 del model.forward
             self.stock_forward = stock_forward(model)
-            self.transform = config_transform(model.config.get_text_config()) if transform is None else transform
+            self.transform = (
+                config_transform(model.config.get_text_config()) if transform is None else transform
+            )
             self.checked_shard = installed_shard(model, shard)
             stock = check_forward(model, self.stock_forward, self.transform, self.checked_shard)
             self.output_class, self._seen = stock.output_class, _heeded_by_stock(model)
@@ -65,12 +77,20 @@ class InstalledForward(Replacement):
         copies.unwatch_body(self, self.model)
 
     def entries_of(self, model) -> dict[str, Any]:
-        """Return the entries of a model, which is the one that this was installed on, or a copy of it."""
-        functions = self._function(), functools.partial(copies.reduce, self), functools.partial(copies.replicate, self)
-        return {name: types.MethodType(function, model) for name, function in zip(self.names, functions)}
+        """Return the entries of a model, which is the one that this was installed on, or a copy of
+        it."""
+        functions = (
+            self._function(),
+            functools.partial(copies.reduce, self),
+            functools.partial(copies.replicate, self),
+        )
+        return {
+            name: types.MethodType(function, model) for name, function in zip(self.names, functions)
+        }
 
     def adopt(self, model):
-        """Give a copy of the model its entries. The first copy becomes the model of a head that was pickled."""
+        """Give a copy of the model its entries. The first copy becomes the model of a head that was
+        pickled."""
         entries = self.entries_of(model)
         vars(model).update(entries)
         if "model" not in vars(self):
@@ -85,7 +105,8 @@ class InstalledForward(Replacement):
         return {name: value for name, value in vars(self).items() if name not in of_model}
 
     def _function(self):
-        """Return a function with the signature of the model's own forward, because generate() and Trainer read it."""
+        """Return a function with the signature of the model's own forward, because generate() and
+        Trainer read it."""
 
         @functools.wraps(self.stock_forward)
         def fused_forward(model, *args, **kwargs):
@@ -94,38 +115,54 @@ class InstalledForward(Replacement):
             with copies.inside():
                 return self._forward(model, args, kwargs)
 
-        # accelerate's unwrap_model follows __wrapped__, which leads past this head to the model's own forward
+        # accelerate's unwrap_model follows __wrapped__, which leads past this head to the model's
+        # own forward
         del fused_forward.__wrapped__
-        vars(fused_forward).update({"__signature__": inspect.signature(self.stock_forward), FUSED: True})
+        vars(fused_forward).update(
+            {"__signature__": inspect.signature(self.stock_forward), FUSED: True}
+        )
         return fused_forward
 
     def _forward(self, model, args, kwargs):
-        """Output of the forward of `model`, which is the model that this was installed on, or a copy of it."""
+        """Output of the forward of `model`, which is the model that this was installed on, or a
+        copy of it."""
         raise NotImplementedError
 
     def _run_body(self, model, given):
-        """Outputs of the body for a call with labels. ValueError for later changes that the head would ignore."""
+        """Outputs of the body for a call with labels. ValueError for later changes that the head
+        would ignore."""
         (transform, hooks), (own, known) = _heeded_by_stock(model), self._seen
         if transform != own or not hooks <= known:
             raise ValueError(
-                f"a head that was installed for {own} ignores others of the config, and new hooks of the output layer, "
-                f"got {transform} and {len(hooks - known)} new hooks: .remove() the head, and install it after that"
+                f"a head that was installed for {own} ignores others of the config, and new hooks "
+                f"of the output layer, got {transform} and {len(hooks - known)} new hooks: "
+                ".remove() the head, and install it after that"
             )
         return run_body(model, given)
 
 
 def _heeded_by_stock(model) -> tuple[Transform, set[int]]:
-    """Return what the model's own forward heeds and a fused one does not: the config's transform of the logits, and ids
-    of the output layer's hooks, except FSDP's, which gather weights."""
+    """Return what the model's own forward heeds and a fused one does not: the config's transform of
+    the logits, and ids of the output layer's hooks, except FSDP's, which gather weights."""
     layer = model.get_output_embeddings()
-    hooks = layer._forward_pre_hooks | layer._forward_hooks | layer._backward_pre_hooks | layer._backward_hooks
-    own = {i for i, hook in hooks.items() if not (hook.__module__ or "").startswith("torch.distributed.")}
+    hooks = (
+        layer._forward_pre_hooks
+        | layer._forward_hooks
+        | layer._backward_pre_hooks
+        | layer._backward_hooks
+    )
+    own = {
+        i
+        for i, hook in hooks.items()
+        if not (hook.__module__ or "").startswith("torch.distributed.")
+    }
     return config_transform(model.config.get_text_config()), own
 
 
 @contextlib.contextmanager
 def evaluation(model):
-    """`evaluating`, after which what FSDP gathered is freed: an optimizer would be given the gathered parameters."""
+    """`evaluating`, after which what FSDP gathered is freed: an optimizer would be given the
+    gathered parameters."""
     try:
         with evaluating(model):
             yield
@@ -149,16 +186,21 @@ class StockCall:
         """Raise ValueError unless the fused head's loss of the same inputs is the model's own."""
         tolerance = 1e-4 if self.logits.dtype in (torch.float32, torch.float64) else 2e-2
         if not abs(float(loss) - float(self.loss)) <= tolerance * abs(float(self.loss)):
-            raise ValueError(f"the fused head's loss is {float(loss)}, and the model's own {float(self.loss)}")
+            raise ValueError(
+                f"the fused head's loss is {float(loss)}, and the model's own {float(self.loss)}"
+            )
 
 
 def check_forward(model, stock, transform: Transform, shard: VocabShard) -> StockCall:
-    """Call the model's own forward twice, and return the second call. ValueError if the model does anything between its
-    body and its loss but the output layer and the transform, which shows as the first call has widely spread logits."""
+    """Call the model's own forward twice, and return the second call. ValueError if the model does
+    anything between its body and its loss but the output layer and the transform, which shows as
+    the first call has widely spread logits."""
     # FSDP gathers weights in calls of the model itself
     call: Any = model if isinstance(model, FSDPModule) else functools.partial(stock, model)
     _expect_decoder(model, stock)
-    spread = torch.arange(8, device=model.get_input_embeddings().weight.device) * max(shard.vocab_size // 8, 1)
+    spread = torch.arange(8, device=model.get_input_embeddings().weight.device) * max(
+        shard.vocab_size // 8, 1
+    )
     ids, seen = spread[None] % shard.vocab_size, {}
     labels = ids.clone()
     labels[0, 3] = -100
@@ -169,7 +211,9 @@ def check_forward(model, stock, transform: Transform, shard: VocabShard) -> Stoc
     def spread_first_logits(module, args, logits):
         seen["input"], first = args[0], "spread" not in seen
         if first:
-            wide = torch.linspace(-60, 60, logits.shape[-1], device=logits.device, dtype=logits.dtype)
+            wide = torch.linspace(
+                -60, 60, logits.shape[-1], device=logits.device, dtype=logits.dtype
+            )
             seen["spread"] = wide.expand(logits.shape)
         return seen["spread"] if first else None
 
@@ -178,12 +222,16 @@ def check_forward(model, stock, transform: Transform, shard: VocabShard) -> Stoc
         if logits.shape[-1] == shard.width:
             return CausalLMShardLoss(None, shard)(logits, labels)
         if logits.shape[-1] != shard.vocab_size:
-            raise ValueError(f"the model cuts its {shard.vocab_size} logits to {logits.shape[-1]}: not for fused heads")
+            raise ValueError(
+                f"the model cuts its {shard.vocab_size} logits to {logits.shape[-1]}: not for "
+                "fused heads"
+            )
         return ForCausalLMLoss(logits, labels, shard.vocab_size)
 
     hooks = []
     try:
-        for body in {body_of(model), model.get_decoder()} - {model}:  # OPT calls the decoder within its body
+        # OPT calls the decoder within its body
+        for body in {body_of(model), model.get_decoder()} - {model}:
             hooks.append(body.register_forward_hook(keep_hidden))
         hooks.append(output_layer(model).register_forward_hook(spread_first_logits))
         with replaced(model, _loss_function=loss), evaluation(model):
@@ -194,40 +242,56 @@ def check_forward(model, stock, transform: Transform, shard: VocabShard) -> Stoc
         for hook in hooks:
             hook.remove()
     if transformed is None or "logits" not in seen:
-        raise ValueError("the model's forward does not call its loss_function: a fused head does not know its loss")
+        raise ValueError(
+            "the model's forward does not call its loss_function: a fused head does not know its "
+            "loss"
+        )
     if "hidden" not in seen:
-        raise ValueError(f"the model's forward does not call its body, {type(body_of(model)).__name__}")
+        raise ValueError(
+            f"the model's forward does not call its body, {type(body_of(model)).__name__}"
+        )
     if not torch.equal(seen["input"], seen["hidden"].to(seen["input"].dtype)):
-        raise ValueError("the output layer's input is not the last_hidden_state of the model's body")
+        raise ValueError(
+            "the output layer's input is not the last_hidden_state of the model's body"
+        )
     _expect_transform(transform, seen["spread"], transformed)
     return StockCall(type(own), ids, labels, seen["logits"], own.loss)
 
 
 def _expect_decoder(model, stock):
-    """Raise ValueError unless the model is a decoder with a language-model head and no router's loss, whose body takes
-    all inputs: images, too, though the check calls it with text alone."""
+    """Raise ValueError unless the model is a decoder with a language-model head and no router's
+    loss, whose body takes all inputs: images, too, though the check calls it with text alone."""
     config, body = model.config, body_of(model)
     if config.is_encoder_decoder or body is model:
         raise ValueError(
-            f"the model must be a decoder with a language-model head beside its body, got {type(model)}: compute the "
-            "loss of its logits, HeadLoss(..)(logits, labels)"
+            "the model must be a decoder with a language-model head beside its body, got "
+            f"{type(model)}: compute the loss of its logits, HeadLoss(..)(logits, labels)"
         )
     refuse_auxiliary_loss(model, {})
     if config.get_text_config() is config:
         return
     own, taken = (inspect.signature(function).parameters for function in (stock, body.forward))
-    others = [name for name in own if name not in (*taken, *HEAD_ARGUMENTS, "self", "kwargs", "output_router_logits")]
+    others = [
+        name
+        for name in own
+        if name not in (*taken, *HEAD_ARGUMENTS, "self", "kwargs", "output_router_logits")
+    ]
     if others:
-        raise ValueError(f"the model's body must take all of its inputs, but {type(body).__name__} has no {others}")
+        raise ValueError(
+            f"the model's body must take all of its inputs, but {type(body).__name__} has no "
+            f"{others}"
+        )
 
 
 def _expect_transform(transform: Transform, logits: torch.Tensor, transformed: torch.Tensor):
-    """Raise ValueError unless `transformed` is the transform (scale and softcap) of the logits, up to rounding."""
+    """Raise ValueError unless `transformed` is the transform (scale and softcap) of the logits, up
+    to rounding."""
     expected = logits.double() * transform.scale
     if transform.softcap is not None:
         expected = transform.softcap * torch.tanh(expected / transform.softcap)
     eps = torch.finfo(logits.dtype).eps
     if not torch.allclose(transformed.double(), expected, rtol=8 * eps, atol=8 * eps):
         raise ValueError(
-            f"what the model does to its logits is not {transform}, which its config says: give it as transform="
+            f"what the model does to its logits is not {transform}, which its config says: give it "
+            "as transform="
         )

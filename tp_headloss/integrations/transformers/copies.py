@@ -1,10 +1,11 @@
 """Copies of a model that has a head, and heads that somebody else installs on top of it.
 
-A forward in the dict of a model is a bound method. pickle takes it for the method of the model's class, a replica of
-`nn.DataParallel` shares the one that is bound to its original, and a library that puts a forward of its own on top may
-never call it. In each case the model would have another loss, without a word. So the head installs two more entries,
-`__reduce_ex__` (pickle, torch.save, deepcopy) and `_replicate_for_data_parallel`, which give a copy the head, and a
-hook of the model's body, which raises if the body is called past the head.
+A forward in the dict of a model is a bound method. pickle takes it for the method of the model's
+class, a replica of `nn.DataParallel` shares the one that is bound to its original, and a library
+that puts a forward of its own on top may never call it. In each case the model would have another
+loss, without a word. So the head installs two more entries, `__reduce_ex__` (pickle, torch.save,
+deepcopy) and `_replicate_for_data_parallel`, which give a copy the head, and a hook of the model's
+body, which raises if the body is called past the head.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def inside():
 
 
 def leads_past_head(model) -> bool:
-    """Return True if the model's forward is neither a head nor its class's own, nor a wrapper that names one."""
+    """Return True if the model's forward is neither a head nor its class's own, nor a wrapper that
+    names one."""
     forward = vars(model).get("forward")
     while forward is not None and not hasattr(forward, FUSED):
         inner = getattr(forward, "__wrapped__", None)
@@ -41,13 +43,15 @@ def leads_past_head(model) -> bool:
 
 
 def _expect_inside(head, model, body, args):
-    """Hook of a model's body. RuntimeError if another forward, which was installed on top of the head, calls it."""
+    """Hook of a model's body. RuntimeError if another forward, which was installed on top of the
+    head, calls it."""
     if getattr(_here, "depth", 0) or not leads_past_head(model):
         return
     raise RuntimeError(
         f"{type(head).__name__} was installed on this {type(model).__name__}, and is not called: "
-        f"{location(vars(model)['forward'])}, put another forward on top. Install the head after that one (TRL's "
-        "trainers install theirs when they are made: fuse_log_probs(trainer.model)), or .remove() it before"
+        f"{location(vars(model)['forward'])}, put another forward on top. Install the head after "
+        "that one (TRL's trainers install theirs when they are made: "
+        "fuse_log_probs(trainer.model)), or .remove() it before"
     )
 
 
@@ -65,11 +69,13 @@ def unwatch_body(head, model):
 
 
 def replicate(head, model):
-    """Return a replica of `nn.DataParallel` with the head. RuntimeError if its forward would be the original's."""
+    """Return a replica of `nn.DataParallel` with the head. RuntimeError if its forward would be the
+    original's."""
     if not is_head_of(model):
         raise RuntimeError(
-            f"nn.DataParallel copies a model on whose head {location(vars(model)['forward'])}, put another forward, "
-            "which computes with the weights of the original: remove it, or use DistributedDataParallel"
+            f"nn.DataParallel copies a model on whose head {location(vars(model)['forward'])}, put "
+            "another forward, which computes with the weights of the original: remove it, or use "
+            "DistributedDataParallel"
         )
     replica = type(model)._replicate_for_data_parallel(model)
     vars(replica).update(head.entries_of(replica))
@@ -83,7 +89,8 @@ def is_head_of(model) -> bool:
 
 
 def reduce(head, model, protocol):
-    """Return what pickle and deepcopy make a copy of the model from: its class, its head and its attributes."""
+    """Return what pickle and deepcopy make a copy of the model from: its class, its head and its
+    attributes."""
     own = set(head.names) - (set() if is_head_of(model) else {"forward"})
     state = {name: value for name, value in vars(model).items() if name not in own}
     return _model_with_head, (type(model), _Carried(head, _why_not_pickled(head, model))), state
@@ -110,7 +117,9 @@ class _Carried:
 
     def __reduce__(self):
         if self.problem is not None:
-            raise RuntimeError(f"a model with a {type(self.head).__name__} cannot be pickled: {self.problem}")
+            raise RuntimeError(
+                f"a model with a {type(self.head).__name__} cannot be pickled: {self.problem}"
+            )
         return _Carried, (self.head,)
 
 

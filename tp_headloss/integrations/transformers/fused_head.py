@@ -17,7 +17,15 @@ from ...spec import checked
 from . import calls
 from .check import InstalledForward
 from .forward import named_arguments
-from .model_facts import Model, call_shard, checked_linear, deepspeed_facts, gathered_head, head_operands, output_layer
+from .model_facts import (
+    Model,
+    call_shard,
+    checked_linear,
+    deepspeed_facts,
+    gathered_head,
+    head_operands,
+    output_layer,
+)
 
 
 @checked
@@ -31,53 +39,63 @@ def fuse_head(
     observe: Callable[[HeadLossOutput], None] | None = None,
     skip_logits: bool | None = None,
 ) -> FusedHead:
-    """Replace ``forward`` of this model: with labels, hidden states [B, S, H] replicated and the output layer's weight
-    [V/P, H] sharded on V give the loss [], and in training logits never exist.
+    """Replace ``forward`` of this model: with labels, hidden states [B, S, H] replicated and the
+    output layer's weight [V/P, H] sharded on V give the loss [], and in training logits never
+    exist.
 
         fused = fuse_head(model, HeadLoss([CrossEntropy(), ZLoss(1e-4)]))
         model(input_ids=ids, labels=labels, num_items_in_batch=tokens).loss.backward()
         fused.remove()  # or with fuse_head(model): ...
 
-    dH, the gradient of the hidden states, is summed over the group here (one all-reduce, as `Linear` says), because the
-    body of a transformers model expects a whole gradient. Weights may be tied, have a bias, be sharded by FSDP2, too,
-    and belong to a model that is not distributed, or to the model of a DeepSpeed engine (`integrations.deepspeed`). The
-    model may see images, if its body does (Llava, Qwen2-VL, Gemma 3). The output layer may have PEFT's LoRA, unless it
-    is sharded, or be in its modules_to_save: give ``peft_model.get_base_model()``.
+    dH, the gradient of the hidden states, is summed over the group here (one all-reduce, as
+    `Linear` says), because the body of a transformers model expects a whole gradient. Weights may
+    be tied, have a bias, be sharded by FSDP2, too, and belong to a model that is not distributed,
+    or to the model of a DeepSpeed engine (`integrations.deepspeed`). The model may see images, if
+    its body does (Llava, Qwen2-VL, Gemma 3). The output layer may have PEFT's LoRA, unless it is
+    sharded, or be in its modules_to_save: give ``peft_model.get_base_model()``.
 
-    With labels the model returns its own output class, whose ``logits`` are None in training. Without labels the
-    forward is the model's own, so generate() works; the model's own plan (tp_plan="auto") gathers the logits there. A
-    call without labels and shift_labels raises ValueError in training, where a Trainer took the labels away, and where
-    it would return this rank's columns alone (`colwise_plan`). Other arguments, and ``.last``, as in `causal_lm_loss`.
+    With labels the model returns its own output class, whose ``logits`` are None in training.
+    Without labels the forward is the model's own, so generate() works; the model's own plan
+    (tp_plan="auto") gathers the logits there. A call without labels and shift_labels raises
+    ValueError in training, where a Trainer took the labels away, and where it would return this
+    rank's columns alone (`colwise_plan`). Other arguments, and ``.last``, as in `causal_lm_loss`.
 
-    All ranks of the group install together: three forward passes over eight tokens check that the model does nothing
-    else between its body and its loss, and that the loss is the model's own.
+    All ranks of the group install together: three forward passes over eight tokens check that the
+    model does nothing else between its body and its loss, and that the loss is the model's own.
 
     Args:
         head_loss, shard, observe: as in `causal_lm_loss`.
         linear: `Linear`, except hidden_grad="reduce_scatter".
-        transform: what the model does to its logits (softcapping, a scale); None reads it from the model's config.
-        skip_logits: False makes logits in calls with labels, too, True never does. None (default): those in eval() and
-            torch.no_grad() have them, because a Trainer's compute_metrics reads them; except under a `colwise_plan`,
-            where no rank has them all. Say True to save their memory where nobody reads them.
+        transform: what the model does to its logits (softcapping, a scale); None reads it from the
+            model's config.
+        skip_logits: False makes logits in calls with labels, too, True never does. None (default):
+            those in eval() and torch.no_grad() have them, because a Trainer's compute_metrics reads
+            them; except under a `colwise_plan`, where no rank has them all. Say True to save their
+            memory where nobody reads them.
 
     Raises:
-        TypeError, ValueError: the forward or the loss function is replaced already, the body or the output layer is not
-            what it seems (other adapters, quantization), a router has an auxiliary loss, or the check found something;
-            the model is as it was before. In a call with labels: ``logits_to_keep``; another loss_function, transform
-            of the config, or new hook of the output layer than when the head was installed.
+        TypeError, ValueError: the forward or the loss function is replaced already, the body or the
+            output layer is not what it seems (other adapters, quantization), a router has an
+            auxiliary loss, or the check found something; the model is as it was before. In a call
+            with labels: ``logits_to_keep``; another loss_function, transform of the config, or new
+            hook of the output layer than when the head was installed.
     """
     _expect_own_loss(model)
     return FusedHead(model, head_loss, linear, shard, transform, observe, skip_logits)
 
 
 def _expect_own_loss(model):
-    """Raise ValueError for a loss_function of somebody else, over which a fused head would silently win."""
+    """Raise ValueError for a loss_function of somebody else, over which a fused head would silently
+    win."""
     deepspeed = deepspeed_facts(output_layer(model))
-    own = deepspeed is not None and isinstance(model.loss_function, deepspeed.VocabParallelCausalLMLoss)
+    own = deepspeed is not None and isinstance(
+        model.loss_function, deepspeed.VocabParallelCausalLMLoss
+    )
     if not own and model.loss_function is not ForCausalLMLoss:
         raise ValueError(
-            "the model's loss_function must be transformers' ForCausalLMLoss, or DeepSpeed's VocabParallelCausalLMLoss "
-            f"for its output layer, got {model.loss_function}: give a HeadLoss to fuse_head, or .remove() a fused head"
+            "the model's loss_function must be transformers' ForCausalLMLoss, or DeepSpeed's "
+            f"VocabParallelCausalLMLoss for its output layer, got {model.loss_function}: give a "
+            "HeadLoss to fuse_head, or .remove() a fused head"
         )
 
 
@@ -103,7 +121,9 @@ class FusedHead(InstalledForward, Observed):
         if given.get("labels") is None and given.get("shift_labels") is None:
             if given.get("num_items_in_batch") is not None or calls.is_training(model):
                 raise ValueError(calls.LOST_LABELS)
-            outputs = self.stock_forward(model, *args, **{k: v for k, v in kwargs.items() if k != "head_inputs"})
+            outputs = self.stock_forward(
+                model, *args, **{k: v for k, v in kwargs.items() if k != "head_inputs"}
+            )
             if self.checked:  # during the check, the check itself says that no labels arrived
                 calls.refuse_columns(outputs, self.checked_shard)
             return outputs
@@ -111,10 +131,16 @@ class FusedHead(InstalledForward, Observed):
         outputs = self._run_body(model, given)
         hidden, layer = outputs.last_hidden_state, output_layer(model)
         head_loss = calls.with_ignore_index(self.head_loss, given.get("ignore_index"))
-        labels = calls.next_token_labels(given.get("labels"), given.get("shift_labels"), head_loss.ignore_index)
+        labels = calls.next_token_labels(
+            given.get("labels"), given.get("shift_labels"), head_loss.ignore_index
+        )
         logits = None
         with gathered_head(model):
-            if not ((model.training or torch.is_grad_enabled()) if self.skip_logits is None else self.skip_logits):
+            if not (
+                (model.training or torch.is_grad_enabled())
+                if self.skip_logits is None
+                else self.skip_logits
+            ):
                 logits = self._logits(layer(hidden))
             features, weight = head_operands(layer, hidden)
             out = head_loss.linear(
@@ -129,14 +155,17 @@ class FusedHead(InstalledForward, Observed):
                 linear=self.linear,
             )
         self.observed(out)
-        fields = {f.name: getattr(outputs, f.name, None) for f in dataclasses.fields(self.output_class)}
+        fields = {
+            f.name: getattr(outputs, f.name, None) for f in dataclasses.fields(self.output_class)
+        }
         result = self.output_class(**{**fields, "loss": out.loss, "logits": logits})
         return_dict = given.get("return_dict")
         as_dict = model.config.return_dict if return_dict is None else return_dict
         return result if as_dict else result.to_tuple()
 
     def _logits(self, logits):
-        """The model's logits of its output layer's, or None if they are this rank's columns and nobody asked."""
+        """The model's logits of its output layer's, or None if they are this rank's columns and
+        nobody asked."""
         shard, scale, softcap = self.checked_shard, self.transform.scale, self.transform.softcap
         if shard.world_size > 1 and logits.shape[-1] == shard.width and self.skip_logits is None:
             return None

@@ -1,4 +1,5 @@
-"""`causal_lm_loss`: a `HeadLoss` as ``model.loss_function``, on this rank's columns of the logits."""
+"""`causal_lm_loss`: a `HeadLoss` as ``model.loss_function``, on this rank's columns of the
+logits."""
 
 from __future__ import annotations
 
@@ -19,12 +20,14 @@ from .model_facts import Model, installed_shard
 
 
 def colwise_plan(model_class: type[PreTrainedModel], config) -> dict[str, str]:
-    """Return the tp_plan that `causal_lm_loss` needs: the model's own, but each rank keeps its columns of the logits.
+    """Return the tp_plan that `causal_lm_loss` needs: the model's own, but each rank keeps its
+    columns of the logits.
 
-    It is the whole plan, because `DistributedConfig` adds such a dict to the model's own plan from transformers 5.23
-    on, and replaces the model's own plan by it in older versions. With this plan no rank has whole logits: once
-    `causal_lm_loss` is the model's loss_function, generate() and any other call without labels raise. `fuse_head` works
-    with the model's own plan (tp_plan="auto") and does not need this one.
+    It is the whole plan, because `DistributedConfig` adds such a dict to the model's own plan from
+    transformers 5.23 on, and replaces the model's own plan by it in older versions. With this plan
+    no rank has whole logits: once `causal_lm_loss` is the model's loss_function, generate() and any
+    other call without labels raise. `fuse_head` works with the model's own plan (tp_plan="auto")
+    and does not need this one.
 
     Args:
         model_class: the class of the model itself, such as LlamaForCausalLM.
@@ -35,18 +38,26 @@ def colwise_plan(model_class: type[PreTrainedModel], config) -> dict[str, str]:
         ValueError: the class has no plan for an output layer called "lm_head".
     """
     if not (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)):
-        got = model_class.__name__ if isinstance(model_class, type) else f"a {type(model_class).__name__}"
+        got = (
+            model_class.__name__
+            if isinstance(model_class, type)
+            else f"a {type(model_class).__name__}"
+        )
         raise TypeError(
-            "model_class must be the model's own class, a subclass of PreTrainedModel such as LlamaForCausalLM: "
-            f"type(model), or AutoModelForCausalLM._model_mapping[type(config)]; got {got}"
+            "model_class must be the model's own class, a subclass of PreTrainedModel such as "
+            "LlamaForCausalLM: type(model), or AutoModelForCausalLM._model_mapping[type(config)]; "
+            f"got {got}"
         )
     Instance(model_class.config_class or PreTrainedConfig).check("config", config, {})
     if "lm_head" not in (model_class._tp_plan or {}):
         raise ValueError(
-            f"{model_class.__name__} must have a tensor-parallel plan for its output layer 'lm_head', got the plan "
-            f"{model_class._tp_plan}"
+            f"{model_class.__name__} must have a tensor-parallel plan for its output layer "
+            f"'lm_head', got the plan {model_class._tp_plan}"
         )
-    body = {f"{model_class.base_model_prefix}.{name}": how for name, how in (config.base_model_tp_plan or {}).items()}
+    body = {
+        f"{model_class.base_model_prefix}.{name}": how
+        for name, how in (config.base_model_tp_plan or {}).items()
+    }
     return {**body, **(model_class._tp_plan or {}), "lm_head": "colwise"}
 
 
@@ -58,32 +69,38 @@ def causal_lm_loss(
     shard: VocabShard | None = None,
     observe: Callable[[HeadLossOutput], None] | None = None,
 ) -> CausalLMShardLoss:
-    """Return a function for ``model.loss_function`` of a model whose output layer keeps its logits sharded: by a plan
-    with the output layer "colwise", or by DeepSpeed's ``vocab_parallel_lm_head`` (`integrations.deepspeed`).
+    """Return a function for ``model.loss_function`` of a model whose output layer keeps its logits
+    sharded: by a plan with the output layer "colwise", or by DeepSpeed's ``vocab_parallel_lm_head``
+    (`integrations.deepspeed`).
 
         model.loss_function = causal_lm_loss(model, HeadLoss([CrossEntropy(), ZLoss(1e-4)]))
 
-    logits [B, S, V/P] sharded on V (plain, or DTensor), labels [B, S] replicated -> loss [], replicated; forward: one
-    collective, backward: none. The logits' gradient is this rank's; the model's own output layer reduces its input's.
+    logits [B, S, V/P] sharded on V (plain, or DTensor), labels [B, S] replicated -> loss [],
+    replicated; forward: one collective, backward: none. The logits' gradient is this rank's; the
+    model's own output layer reduces its input's.
 
-    The function has the signature that transformers expects. ``num_items_in_batch`` is the denominator. ignore_index
-    None means the one of the head_loss. ``head_inputs``, a keyword of the model's forward, becomes ``inputs`` of the
-    head_loss, for the positions of the logits. ``.last`` is the last `HeadLossOutput`, without graph and statistics, or
-    None before it.
+    The function has the signature that transformers expects. ``num_items_in_batch`` is the
+    denominator. ignore_index None means the one of the head_loss. ``head_inputs``, a keyword of the
+    model's forward, becomes ``inputs`` of the head_loss, for the positions of the logits. ``.last``
+    is the last `HeadLossOutput`, without graph and statistics, or None before it.
 
-    A forward hook of the model, active while the function is its loss_function, raises ValueError on every rank for a
-    call with labels whose model does not call its loss_function (T5, BERT), and for a call without labels that returned
-    this rank's columns (generate() would sample from them). In training, such logits are for a loop that calls
-    ``model.loss_function`` itself: their backward raises if it did not. To generate, use `fuse_head`, tp_plan="auto".
+    A forward hook of the model, active while the function is its loss_function, raises ValueError
+    on every rank for a call with labels whose model does not call its loss_function (T5, BERT), and
+    for a call without labels that returned this rank's columns (generate() would sample from them).
+    In training, such logits are for a loop that calls ``model.loss_function`` itself: their
+    backward raises if it did not. To generate, use `fuse_head`, tp_plan="auto".
 
     Args:
         head_loss: `HeadLoss` with a scalar loss; default cross-entropy.
-        shard: ids of this rank; None takes those and the group of the output layer's weight (plain: not sharded).
-        observe: called with the ``.last`` of each call; say the ``append`` of a list that `mean_metrics` reads later.
+        shard: ids of this rank; None takes those and the group of the output layer's weight (plain:
+            not sharded).
+        observe: called with the ``.last`` of each call; say the ``append`` of a list that
+            `mean_metrics` reads later.
 
     Raises:
         TypeError: an argument, or the output layer, is of another class.
-        ValueError: the weight is sharded by something else than tensor parallelism; in a call: gathered logits.
+        ValueError: the weight is sharded by something else than tensor parallelism; in a call:
+            gathered logits.
     """
     loss = CausalLMShardLoss(head_loss, installed_shard(model, shard), observe)
     if _check_call not in model._forward_hooks.values():
@@ -101,8 +118,9 @@ def _check_call(model, args, kwargs, outputs) -> None:
         loss.forwards += 1
         if loss.last is None and not hasattr(model.forward, FUSED):
             raise ValueError(
-                f"{type(model).__name__} does not call its loss_function, so the HeadLoss is not computed: compute it "
-                "from the logits of a call without labels, HeadLoss(..)(logits, labels)"
+                f"{type(model).__name__} does not call its loss_function, so the HeadLoss is not "
+                "computed: compute it from the logits of a call without labels, "
+                "HeadLoss(..)(logits, labels)"
             )
         return
     if given.get("num_items_in_batch") is not None:
@@ -110,7 +128,10 @@ def _check_call(model, args, kwargs, outputs) -> None:
     if not calls.is_training(model):
         calls.refuse_columns(outputs, loss.shard)
         return
-    logits, before = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0], loss.forwards - loss.calls
+    logits, before = (
+        outputs["logits"] if isinstance(outputs, Mapping) else outputs[0],
+        loss.forwards - loss.calls,
+    )
     loss.forwards += 1
 
     def expect_loss(gradient):
@@ -125,7 +146,10 @@ class CausalLMShardLoss(Observed):
     """The loss function that `causal_lm_loss` returns."""
 
     def __init__(
-        self, head_loss: HeadLoss | None, shard: VocabShard, observe: Callable[[HeadLossOutput], None] | None = None
+        self,
+        head_loss: HeadLoss | None,
+        shard: VocabShard,
+        observe: Callable[[HeadLossOutput], None] | None = None,
     ):
         self.head_loss, self.shard, self.observe = calls.scalar_head_loss(head_loss), shard, observe
         self.forwards = 0  # calls of the model that need a loss
@@ -144,9 +168,13 @@ class CausalLMShardLoss(Observed):
         if not is_dtensor(logits):
             self._expect_columns(logits.shape[-1])
         head_loss = calls.with_ignore_index(self.head_loss, ignore_index)
-        labels = calls.next_token_labels(labels, shift_labels, head_loss.ignore_index).to(logits.device)
+        labels = calls.next_token_labels(labels, shift_labels, head_loss.ignore_index).to(
+            logits.device
+        )
         denominator = calls.scalar_number(num_items_in_batch, logits.device)
-        out = head_loss(logits, labels, shard=self.shard, denominator=denominator, inputs=head_inputs)
+        out = head_loss(
+            logits, labels, shard=self.shard, denominator=denominator, inputs=head_inputs
+        )
         return self.observed(out).loss
 
     def _expect_columns(self, columns: int):
@@ -156,12 +184,14 @@ class CausalLMShardLoss(Observed):
             return
         if columns not in (shard.vocab_size, shard.padded_size):
             raise ValueError(
-                f"logits must have the {shard.width} columns that the output layer had when causal_lm_loss was called, "
-                f"[{shard.start}, {shard.stop}) of {shard.vocab_size}, got {columns}: if the vocabulary was resized "
-                "(resize_token_embeddings), set model.loss_function = causal_lm_loss(model, ..) again"
+                f"logits must have the {shard.width} columns that the output layer had when "
+                f"causal_lm_loss was called, [{shard.start}, {shard.stop}) of {shard.vocab_size}, "
+                f"got {columns}: if the vocabulary was resized (resize_token_embeddings), set "
+                "model.loss_function = causal_lm_loss(model, ..) again"
             )
         raise ValueError(
-            f"logits must be this rank's {shard.width} columns [{shard.start}, {shard.stop}) of {shard.vocab_size}, "
-            f"got {columns}: keep the output layer sharded, 'colwise' in the tp_plan instead of "
-            "'colwise_gather_output' (or 'colwise_rep'), or vocab_parallel_lm_head in DeepSpeed"
+            f"logits must be this rank's {shard.width} columns [{shard.start}, {shard.stop}) of "
+            f"{shard.vocab_size}, got {columns}: keep the output layer sharded, 'colwise' in the "
+            "tp_plan instead of 'colwise_gather_output' (or 'colwise_rep'), or "
+            "vocab_parallel_lm_head in DeepSpeed"
         )

@@ -1,4 +1,5 @@
-"""verl's functions of vocabulary-sharded logits, one pass and one collective each: see the docstring of the package."""
+"""verl's functions of vocabulary-sharded logits, one pass and one collective each: see the
+docstring of the package."""
 
 from __future__ import annotations
 
@@ -27,11 +28,12 @@ from ...spec import (
     Unused,
     checked,
     sizes_of,
-)  # fmt: skip
+)
 from ..rl_calls import IGNORED_LABEL, UNREDUCED_HIDDEN_GRAD
 
 PER_TOKEN, NUMBER = TensorLine("real numbers", None), NumberLine()
-LOWEST_TEMPERATURE = 1e-8  # verl's value for temperatures that are not positive, such as the 0 of padding rows
+# verl's value for temperatures that are not positive, such as the 0 of padding rows
+LOWEST_TEMPERATURE = 1e-8
 
 
 @checked
@@ -46,25 +48,27 @@ def logits_processor(
     temperature: float = 1.0,
     options: Options | None = None,
 ) -> Callable[..., dict[str, torch.Tensor]]:
-    """Return a function process(logits, label, temperature=None, label_mask=None) -> dict that computes the results of
-    the logits processor of verl's Megatron engine.
+    """Return a function process(logits, label, temperature=None, label_mask=None) -> dict that
+    computes the results of the logits processor of verl's Megatron engine.
 
-    Engines before verl 0.9 define that function inside of forward_step, which process replaces; in verl 0.9.1 it is a
-    method, which `engine.install` overrides.
+    Engines before verl 0.9 define that function inside of forward_step, which process replaces; in
+    verl 0.9.1 it is a method, which `engine.install` overrides.
 
-    process takes logits [.., width] sharded on V, label [..] replicated, a temperature (a number, or one per token
-    [..]), the label_mask [..] of verl's older trainer, and sets, `IdSets` [..] of what the rollout's sampler kept (verl
-    0.9.1 carries none; `sampling_masks.from_vllm` reads its engine's). It returns "log_probs", "entropy" and
-    "sum_pi_squared", [..] fp32 replicated and differentiable; with sets the first two are over each token's set. All
-    are 0 where label_mask is False. One collective for all of them.
+    process takes logits [.., width] sharded on V, label [..] replicated, a temperature (a number,
+    or one per token [..]), the label_mask [..] of verl's older trainer, and sets, `IdSets` [..] of
+    what the rollout's sampler kept (verl 0.9.1 carries none; `sampling_masks.from_vllm` reads its
+    engine's). It returns "log_probs", "entropy" and "sum_pi_squared", [..] fp32 replicated and
+    differentiable; with sets the first two are over each token's set. All are 0 where label_mask is
+    False. One collective for all of them.
 
     Args:
-        group, vocab_size, padded_size: as in `VocabShard.from_group`. padded_size is Megatron's padded number of ids,
-            which its config calls vocab_size. Padding does not enter the softmax; in verl it does, which the padded
-            number as vocab_size reproduces.
+        group, vocab_size, padded_size: as in `VocabShard.from_group`. padded_size is Megatron's
+            padded number of ids, which its config calls vocab_size. Padding does not enter the
+            softmax; in verl it does, which the padded number as vocab_size reproduces.
         boundaries: as in `VocabShard.from_boundaries`, for uneven shards, instead of padded_size.
         entropy, sum_pi_squared: True: in the results.
-        temperature: for calls without one. Temperatures that are not positive become 1e-8, as in verl.
+        temperature: for calls without one. Temperatures that are not positive become 1e-8, as in
+            verl.
 
     Raises ValueError and TypeError as `vocab_statistics` does.
     """
@@ -83,13 +87,19 @@ def logits_processor(
         if label_mask is not None:
             TOKEN_WEIGHT.check("label_mask", label_mask, sizes_of("label", label, label.shape))
             label = label.masked_fill(~label_mask.bool(), IGNORED_LABEL)
-        names = {"log_probs": "log_prob", "entropy": "entropy"} if entropy else {"log_probs": "log_prob"}
+        names = (
+            {"log_probs": "log_prob", "entropy": "entropy"}
+            if entropy
+            else {"log_probs": "log_prob"}
+        )
         if sets is not None:
             names = {name: f"set_{statistic}" for name, statistic in names.items()}
         if sum_pi_squared:
             names["sum_pi_squared"] = "collision"
         want = tuple(statistic for statistic in names.values() if statistic != "log_prob")
-        stats = vocab_statistics(logits, label, shard=shard, want=want, transform=transform, sets=sets, options=options)
+        stats = vocab_statistics(
+            logits, label, shard=shard, want=want, transform=transform, sets=sets, options=options
+        )
         return {name: getattr(stats, statistic) for name, statistic in names.items()}
 
     return process
@@ -108,26 +118,32 @@ def linear_cross_entropy(
     linear: Linear = UNREDUCED_HIDDEN_GRAD,
     sets: IdSets | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the log-probs and the entropy, [N] fp32 each and replicated, of N tokens' hidden states, without logits.
+    """Return the log-probs and the entropy, [N] fp32 each and replicated, of N tokens' hidden
+    states, without logits.
 
     Args:
         hidden: [.., H] replicated, N tokens.
         weight: [width, H] sharded on V.
         labels: [..] replicated.
         temperature: a number, or one per token [..].
-        reduction: for the log-probs alone: "none", or "sum" and "mean" for a scalar. The mean is over tokens whose
-            label is not -100.
-        dist_process_group: group that shares the vocabulary in even shards without padding; None: not sharded, or
-            DTensors.
-        shard: `VocabShard` instead of dist_process_group, for padded vocabularies and uneven shards.
-        linear: `Linear`. By default the gradient of hidden is this rank's part alone, as in verl, where the gather of
-            sequence parallelism sums it in its backward. Without such a gather pass Linear(hidden_grad="all_reduce").
+        reduction: for the log-probs alone: "none", or "sum" and "mean" for a scalar. The mean is
+            over tokens whose label is not -100.
+        dist_process_group: group that shares the vocabulary in even shards without padding; None:
+            not sharded, or DTensors.
+        shard: `VocabShard` instead of dist_process_group, for padded vocabularies and uneven
+            shards.
+        linear: `Linear`. By default the gradient of hidden is this rank's part alone, as in verl,
+            where the gather of sequence parallelism sums it in its backward. Without such a gather
+            pass Linear(hidden_grad="all_reduce").
         sets: as in `logits_processor`: log-probs and entropy are over each token's set.
 
-    Raises ValueError for another reduction or a group that is not the shard's, and as `linear_vocab_statistics` does.
+    Raises ValueError for another reduction or a group that is not the shard's, and as
+    `linear_vocab_statistics` does.
     """
     if shard is not None and dist_process_group not in (None, shard.group):
-        raise ValueError("the shard has a group of its own, which dist_process_group is not: pass one of them")
+        raise ValueError(
+            "the shard has a group of its own, which dist_process_group is not: pass one of them"
+        )
     if shard is None and dist_process_group is not None:
         rows = weight.shape[0] * dist_process_group.size()
         shard = VocabShard.from_group(dist_process_group, rows)
@@ -155,16 +171,22 @@ def linear_cross_entropy(
 
 
 def _flat(name: str, x: torch.Tensor, lead) -> torch.Tensor:
-    """x of tokens [..] as [N]; ValueError unless `lead` has the same tokens, or one of both is flat."""
+    """x of tokens [..] as [N]; ValueError unless `lead` has the same tokens, or one of both is
+    flat."""
     own, other = ([n for n in shape if n != 1] for shape in (x.shape, lead))
     if own != other and (math.prod(own) != math.prod(other) or min(len(own), len(other)) > 1):
-        raise ValueError(f"{name} must be of tokens {list(lead)}, or these flat, got {list(x.shape)}")
+        raise ValueError(
+            f"{name} must be of tokens {list(lead)}, or these flat, got {list(x.shape)}"
+        )
     return x.reshape(-1)
 
 
 def _positive(temperature):
-    """The temperature, but at least `LOWEST_TEMPERATURE`. Raises TypeError for no number and no tensor of numbers."""
-    (PER_TOKEN if isinstance(temperature, torch.Tensor) else NUMBER).check("temperature", temperature, {})
+    """The temperature, but at least `LOWEST_TEMPERATURE`. Raises TypeError for no number and no
+    tensor of numbers."""
+    (PER_TOKEN if isinstance(temperature, torch.Tensor) else NUMBER).check(
+        "temperature", temperature, {}
+    )
     if isinstance(temperature, torch.Tensor):
         return temperature.clamp(min=LOWEST_TEMPERATURE)
     return max(temperature, LOWEST_TEMPERATURE)

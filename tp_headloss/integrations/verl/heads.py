@@ -1,4 +1,5 @@
-"""Heads for verl's engine, on logits or on hidden states: statistics of tokens [b, s], and the student's top-K ids."""
+"""Heads for verl's engine, on logits or on hidden states: statistics of tokens [b, s], and the
+student's top-K ids."""
 
 from __future__ import annotations
 
@@ -31,10 +32,12 @@ class LogitsHead:
     temperature: torch.Tensor
     options: Options | None
 
-    def statistics(self, labels, want: tuple[str, ...], ids, valid_only=False) -> dict[str, torch.Tensor]:
-        """Return log_prob (with labels [b, s]) and the statistics in `want`, [b, s] fp32 replicated and differentiable;
-        log_probs_at, [b, s, K], is at the ids [b, s, K] int64. valid_only: tokens whose label is -100 may be left
-        out."""
+    def statistics(
+        self, labels, want: tuple[str, ...], ids, valid_only=False
+    ) -> dict[str, torch.Tensor]:
+        """Return log_prob (with labels [b, s]) and the statistics in `want`, [b, s] fp32 replicated
+        and differentiable; log_probs_at, [b, s, K], is at the ids [b, s, K] int64. valid_only:
+        tokens whose label is -100 may be left out."""
         stats = vocab_statistics(self.logits, labels, want=want, ids=ids, **self._common)
         return _named(stats, labels, want)
 
@@ -49,7 +52,8 @@ class LogitsHead:
 
 
 class HiddenHead:
-    """A head on the hidden states and the weight of an output layer, whose logits are never there as a whole.
+    """A head on the hidden states and the weight of an output layer, whose logits are never there
+    as a whole.
 
     Args:
         hidden: [s, b, h] replicated, or [s/P, b, h] under sequence parallelism.
@@ -59,18 +63,30 @@ class HiddenHead:
         vocab_size, linear, options: as in `install`.
     """
 
-    def __init__(self, hidden, weight, model, temperature, vocab_size, linear: Linear, options: Options | None):
+    def __init__(
+        self,
+        hidden,
+        weight,
+        model,
+        temperature,
+        vocab_size,
+        linear: Linear,
+        options: Options | None,
+    ):
         layer = model.output_layer
         refuse_options(model.config, layer)
         self.hidden, self.weight = hidden, layer.weight if weight is None else weight
         self.bias = None if layer.skip_bias_add else layer.bias
         self.group, self.sequence_parallel = layer.tp_group, layer.sequence_parallel
-        self.options = None if options is None else replace(options, inplace=False)  # no logits to overwrite
+        # no logits to overwrite
+        self.options = None if options is None else replace(options, inplace=False)
         self.shard = layer_shard(layer.tp_group, self.weight.shape[0], vocab_size)
         self.linear = linear_options(linear, layer, self.weight, "recompute")
         self.transform = logits_transform(model.config, temperature.transpose(0, 1))
 
-    def statistics(self, labels, want: tuple[str, ...], ids, valid_only=False) -> dict[str, torch.Tensor]:
+    def statistics(
+        self, labels, want: tuple[str, ...], ids, valid_only=False
+    ) -> dict[str, torch.Tensor]:
         """Return what `LogitsHead.statistics` returns."""
         labels, ids = (None if x is None else x.transpose(0, 1) for x in (labels, ids))
         hidden, linear = self.hidden, self.linear
@@ -79,9 +95,17 @@ class HiddenHead:
                 hidden, linear = self._gathered(hidden), replace(linear, hidden_grad="none")
             linear = replace(linear, max_valid_tokens=int((labels != IGNORED_LABEL).sum()))
         stats = linear_vocab_statistics(
-            hidden, self.weight, labels, bias=self.bias, shard=self.shard, want=want, transform=self.transform,
-            ids=ids, options=self.options, linear=linear,
-        )  # fmt: skip
+            hidden,
+            self.weight,
+            labels,
+            bias=self.bias,
+            shard=self.shard,
+            want=want,
+            transform=self.transform,
+            ids=ids,
+            options=self.options,
+            linear=linear,
+        )
         return {name: x.transpose(0, 1) for name, x in _named(stats, labels, want).items()}
 
     def topk_ids(self, k: int) -> torch.Tensor:
@@ -89,7 +113,14 @@ class HiddenHead:
         hidden, transform = self.hidden.detach(), replace(self.transform, bias=self.bias)
         if self.sequence_parallel:
             hidden = self._gathered(hidden)
-        top = topk_log_probs(hidden, k, weight=self.weight, shard=self.shard, transform=transform, options=self.options)
+        top = topk_log_probs(
+            hidden,
+            k,
+            weight=self.weight,
+            shard=self.shard,
+            transform=transform,
+            options=self.options,
+        )
         return top.ids.transpose(0, 1)
 
     def _gathered(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -99,12 +130,17 @@ class HiddenHead:
 
 
 def _named(stats: VocabStatistics, labels, want: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    return {name: getattr(stats, name) for name in (*want, *(() if labels is None else ("log_prob",)))}
+    return {
+        name: getattr(stats, name) for name in (*want, *(() if labels is None else ("log_prob",)))
+    }
 
 
-def topk_distillation(log_probs_at, teacher_log_probs, teacher_ids, student_ids, lowest) -> dict[str, torch.Tensor]:
-    """Return what verl's `compute_forward_kl_topk` returns for each token [b, s]: forward KL over the teacher's K ids,
-    both masses, and how many of the ids are among the student's K likeliest, with their mean -KL.
+def topk_distillation(
+    log_probs_at, teacher_log_probs, teacher_ids, student_ids, lowest
+) -> dict[str, torch.Tensor]:
+    """Return what verl's `compute_forward_kl_topk` returns for each token [b, s]: forward KL over
+    the teacher's K ids, both masses, and how many of the ids are among the student's K likeliest,
+    with their mean -KL.
 
     The KL alone is differentiable. Ids below 0 are none.
 
@@ -112,8 +148,8 @@ def topk_distillation(log_probs_at, teacher_log_probs, teacher_ids, student_ids,
         log_probs_at: [b, s, K] log-probs of the student at the teacher's ids, differentiable.
         teacher_log_probs, teacher_ids: [b, s, K] replicated.
         student_ids: [b, s, K].
-        lowest: verl's ``log_prob_min_clamp``, below which no log-prob counts and the student's get no gradient, or
-            None.
+        lowest: verl's ``log_prob_min_clamp``, below which no log-prob counts and the student's get
+            no gradient, or None.
     """
     student, teacher = log_probs_at, teacher_log_probs.float()
     if lowest is not None:

@@ -1,4 +1,5 @@
-"""Per-token values simple enough for the reduction kernel to compute itself, and the plan of such a kernel."""
+"""Per-token values simple enough for the reduction kernel to compute itself, and the plan of such a
+kernel."""
 
 from __future__ import annotations
 
@@ -7,11 +8,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from ..engine.one_read import InForward
-
 
 class StatisticValue(NamedTuple):
-    """Per-token function [-] statistic [squared], which the reduction evaluates without a kernel of its own.
+    """Per-token function [-] statistic [squared], which the reduction evaluates without a kernel of
+    its own.
 
     ``Term("z_loss", StatisticValue("lse", square=True))`` is lse^2.
 
@@ -37,26 +37,35 @@ PerToken: TypeAlias = Callable[..., torch.Tensor] | StatisticValue
 
 
 class SumsPlan(NamedTuple):
-    """Static facts of a reduction kernel: which values it sums, and loss = sum of coefficient_i * sum_i / divisor.
+    """Static facts of a reduction kernel: which values it sums, and loss = sum of coefficient_i *
+    sum_i / divisor.
 
-    The divisor is the caller's denominator, or the sum of the valid tokens' weights, and infinity in place of 0.
+    The divisor is the caller's denominator, or the sum of the valid tokens' weights, and infinity
+    in place of 0.
     """
 
-    coefficients: tuple[float, ...]  # weights of the terms, whose values come first; all further values are metrics
-    statistics: tuple[str, ...]  # the statistic that a value is, "" for a tensor that was computed from statistics
+    # weights of the terms, whose values come first; all further values are metrics
+    coefficients: tuple[float, ...]
+    # the statistic that a value is, "" for a tensor that was computed from statistics
+    statistics: tuple[str, ...]
     squares: int  # bit i: value i is squared
     negatives: int  # bit i: sum i is negated
-    # of each term its statistic, d (loss * divisor) / d value, whether it is squared; None unless each is one statistic
+    # of each term its statistic, d (loss * divisor) / d value, whether it is squared; None unless
+    # each is one statistic
     gradients: tuple[tuple[str, float, bool], ...] | None
 
     @classmethod
-    def from_functions(cls, functions: Sequence[PerToken], coefficients: Sequence[float]) -> SumsPlan:
-        """Plan for sums of these functions' values; those that are no `StatisticValue` are summed as given."""
+    def from_functions(
+        cls, functions: Sequence[PerToken], coefficients: Sequence[float]
+    ) -> SumsPlan:
+        """Plan for sums of these functions' values; those that are no `StatisticValue` are summed
+        as given."""
         as_given = StatisticValue("")
         plain = [f if isinstance(f, StatisticValue) else as_given for f in functions]
         terms = plain[: len(coefficients)]
         gradients = [
-            (f.statistic, -float(c) if f.negative else float(c), f.square) for f, c in zip(terms, coefficients)
+            (f.statistic, -float(c) if f.negative else float(c), f.square)
+            for f, c in zip(terms, coefficients)
         ]
         names = {f.statistic for f in terms}
         apart = len(names) == len(terms) and not names & {"", "target_logit"}
@@ -70,13 +79,14 @@ class SumsPlan(NamedTuple):
 
 
 class FusedReduction(NamedTuple):
-    """Arguments of the reduction kernel besides the values: its plan, token weights and denominator."""
+    """Arguments of the reduction kernel besides the values: its plan, token weights and
+    denominator."""
 
     plan: SumsPlan
     weight: torch.Tensor | None  # [..] token weights that need no gradient
     denominator: torch.Tensor | float | None  # None: the sum of the valid tokens' weights
-    in_forward: InForward | None = None  # the forward writes the gradient; None: the backward does
-    rows: Any = None  # the terms' `RowFunction`; None: each is a statistic, or a value that was computed before
+    # the terms' `RowFunction`; None: each is a statistic, or a value that was computed before
+    rows: Any = None
     given: tuple[torch.Tensor, ...] = ()  # its inputs [..]
 
     def in_rows(self, order) -> FusedReduction:

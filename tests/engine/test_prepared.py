@@ -1,4 +1,5 @@
-"""Steps whose launches are prepared have the bits of the first ones, which are not, and serve nothing else."""
+"""Steps whose launches are prepared have the bits of the first ones, which are not, and serve
+nothing else."""
 
 import pytest
 import torch
@@ -6,7 +7,7 @@ from logits_problem import N, V, rows
 from ranks import on_ranks
 
 from tp_headloss import CrossEntropy, Entropy, HeadLoss, Metric, Options, VocabShard, ZLoss
-from tp_headloss.engine import loss_step_triton
+from tp_headloss.engine.ways.prepared_triton import PreparedLaunches
 
 TRITON = Options(backend="triton")
 TERMS = {
@@ -20,14 +21,15 @@ DENOMINATORS = {"count": None, "number": 5.0, "tensor": torch.tensor(3.0)}
 def steps(monkeypatch):
     """How often prepared launches ran: forward and backward."""
     counts = {"statistics": 0, "gradient": 0}
-    for name in counts:
-        method = getattr(loss_step_triton.LossStep, name)
+    for name, of_way in {"statistics": "forward", "gradient": "gradient_of_loss"}.items():
+        method = getattr(PreparedLaunches, of_way)
 
         def counted(self, *args, name=name, method=method):
-            counts[name] += 1
-            return method(self, *args)
+            found = method(self, *args)
+            counts[name] += found is not None
+            return found
 
-        monkeypatch.setattr(loss_step_triton.LossStep, name, counted)
+        monkeypatch.setattr(PreparedLaunches, of_way, counted)
     return counts
 
 
@@ -42,7 +44,11 @@ def step(head, x, labels, upstream=1.0, also=None, **given):
 def assert_equal(one, two):
     (out, gradient), (again, gradient_again) = one, two
     assert torch.equal(gradient, gradient_again) and torch.equal(out.loss, again.loss)
-    assert torch.equal(out.count, again.count) and out.terms == again.terms and out.metrics == again.metrics
+    assert (
+        torch.equal(out.count, again.count)
+        and out.terms == again.terms
+        and out.metrics == again.metrics
+    )
     assert not any(total.requires_grad for total in again.terms.values())
     for a, b in zip(out.stats, again.stats):
         assert not isinstance(a, torch.Tensor) or torch.equal(a, b)
@@ -55,7 +61,11 @@ def test_prepared_steps_have_the_bits_of_the_first(terms, denominator, layout, s
     x, labels = rows(device)
     x = x.T.contiguous().T if layout == "transposed" else x
     labels = labels.int() if layout == "int32" else labels
-    given = {"shard": VocabShard.from_group(None, vocab_size=V - 7, padded_size=V)} if layout == "padded" else {}
+    given = (
+        {"shard": VocabShard.from_group(None, vocab_size=V - 7, padded_size=V)}
+        if layout == "padded"
+        else {}
+    )
     labels = labels.clamp(max=V - 8) if layout == "padded" else labels
     divisor = DENOMINATORS[denominator]
     given["denominator"] = divisor.to(device) if isinstance(divisor, torch.Tensor) else divisor
@@ -75,14 +85,19 @@ def test_denominators_of_another_kind_are_prepared_apart(steps, device):
     x, labels = rows(device)
     head, divisors = HeadLoss(options=TRITON), (None, 5.0, torch.tensor(5.0, device=device))
     for given in 3 * [{"denominator": divisor} for divisor in divisors]:
-        assert_equal(step(head, x, labels, **given), step(HeadLoss(options=TRITON), x, labels, **given))
-    assert steps == {"statistics": 6, "gradient": 6}  # from the second call of each kind on
+        assert_equal(
+            step(head, x, labels, **given), step(HeadLoss(options=TRITON), x, labels, **given)
+        )
+    # from the second call of a kind on, which numbers and tensors are together
+    assert steps == {"statistics": 7, "gradient": 7}
 
 
 def test_gradients_of_statistics_take_the_general_way(steps, device):
     x, labels = rows(device)
     head = HeadLoss([CrossEntropy(), ZLoss(0.3)], options=TRITON)
-    found = [step(head, x, labels, also=lambda stats: (stats.log_prob * 0.5).sum()) for _ in range(3)]
+    found = [
+        step(head, x, labels, also=lambda stats: (stats.log_prob * 0.5).sum()) for _ in range(3)
+    ]
     assert steps == {"statistics": 2, "gradient": 0}
     assert_equal(found[0], found[2])
 
@@ -127,7 +142,8 @@ def test_a_kind_that_comes_once_prepares_nothing(steps, device):
 
 
 def test_others_are_not_prepared(steps, device):
-    """What the prepared launches do not know: own losses, weights, values that are no statistics, one launch."""
+    """What the prepared launches do not know: own losses, weights, values that are no statistics,
+    one launch."""
     x, labels = rows(device)
     weights = torch.rand(N, generator=torch.Generator().manual_seed(2)).to(device)
     trained = torch.tensor(3.0, device=device, requires_grad=True)
@@ -162,7 +178,10 @@ def test_metrics_of_ones_own_go_with_prepared_launches(steps, device):
     own = Metric(lambda stats: {"confidence": stats.log_prob.exp(), "max_lse": stats.lse})
     head = HeadLoss(metrics=own, options=TRITON)
     found = [step(head, x, labels) for _ in range(2)]
-    assert set(found[1][0].metrics) == {"confidence", "max_lse"} and steps == {"statistics": 1, "gradient": 1}
+    assert set(found[1][0].metrics) == {"confidence", "max_lse"} and steps == {
+        "statistics": 1,
+        "gradient": 1,
+    }
     assert_equal(found[0], found[1])
 
 
@@ -180,10 +199,12 @@ def ranks_run(group, device, transport):
     shard = VocabShard.from_group(group, V, padded_size=1024)
     x, labels = rows(device)
     local = torch.nn.functional.pad(x, (0, 1024 - V))[:, shard.start : shard.stop].contiguous()
-    head = HeadLoss([CrossEntropy(), ZLoss(0.3)], options=Options(backend="triton", transport=transport))
+    head = HeadLoss(
+        [CrossEntropy(), ZLoss(0.3)], options=Options(backend="triton", transport=transport)
+    )
     found = [step(head, x, labels, shard=shard) for x in (local, 2 * local, local)]
     (known,) = head._definition.plan.checked.values()
-    assert [type(prepared) for prepared in known.steps.values()] == [loss_step_triton.LossStep]
+    assert [type(way) for way in known.ways.values()] == [PreparedLaunches]
     return [(out.loss.item(), gradient.cpu()) for out, gradient in found]
 
 

@@ -33,7 +33,7 @@ constexpr int TERMS = 0, GIVEN = 0;  // terms and inputs of a row function
 struct Row { float by[4]; };         // values of its terms, and derivatives by lse, log_prob, entropy and total
 #endif
 
-struct Params {  // in the order of `one_read_launch.Params`
+struct Params {  // in the order of `launch.Params`
   const u16* logits; u16* gradient; const void* labels; const float *weight, *upstream; const int* forecast; const double* denominator;
   float *loss, *sums; double* inverse;  // [], [values + 1], [2]: 1 / divisor, and the upstream gradient of `foreseen`, or NaN
   float *lse, *log_prob, *target_logit, *owners; unsigned char* valid;   // [N] each
@@ -119,7 +119,7 @@ __device__ __forceinline__ i64 label_of(const Params& q, int row) {
   return q.wide_labels ? ((const i64*)q.labels)[row] : ((const int*)q.labels)[row];
 }
 // The upstream gradient of the loss that the gradient is written for, and whether it is written at all: one that is given, or
-// what a record of `one_read_kernel.Memory` foresees, or 1.
+// what a record of `kernel.Memory` foresees, or 1.
 struct Upstream { float value; bool is_written; };
 __device__ __forceinline__ Upstream foreseen(const Params& q) {
   if (q.upstream) return {*q.upstream, true};

@@ -1,7 +1,8 @@
-"""A loss's terms as the source of a CUDA function of one token, traced from the PyTorch that defines them.
+"""A loss's terms as the source of a CUDA function of one token, traced from the PyTorch that
+defines them.
 
-A kernel that calls it has the loss and its derivatives where it merges a row, so that any arithmetic on a token's
-statistics and inputs takes one launch: see `engine.one_read`.
+A kernel that calls it has the loss and its derivatives where it merges a row, so that any
+arithmetic on a token's statistics and inputs takes one launch: see `engine.one_read.launch`.
 """
 
 from __future__ import annotations
@@ -12,20 +13,23 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..statistics import VocabStatistics
-from .statistic_value import StatisticValue
+from ...statistics import VocabStatistics
+from ..reductions import StatisticValue
 
 SLOPES = "lse", "log_prob", "entropy", "total"  # statistics with a gradient
-STATISTICS = (*SLOPES, "mass")  # arguments of the function, before the inputs and the terms' weights
+# arguments of the function, before the inputs and the terms' weights
+STATISTICS = (*SLOPES, "mass")
 MOST_INPUTS = 8  # as in the kernel
 
 INFINITE = "__int_as_float(0x7f800000)"
-FLOAT, BOOL, NUMBER = "fbn"  # kinds of operands: a float or a bool of each token, a number of Python
+# kinds of operands: a float or a bool of each token, a number of Python
+FLOAT, BOOL, NUMBER = "fbn"
 CPP = {FLOAT: "float", BOOL: "bool"}
 
 
 class Operation(NamedTuple):
-    """The meaning of an operation of torch for operands of some kinds, which is torch's for every value."""
+    """The meaning of an operation of torch for operands of some kinds, which is torch's for every
+    value."""
 
     kinds: tuple[str, ...]  # of the operands, as many as they are: a letter each
     expression: str  # of the operands, in C++
@@ -56,7 +60,8 @@ FILL = Operation(("fbn", "fbf"), "{1} ? (float){2} : {0}")
 # NaN where one of both is
 AT_LEAST, AT_MOST = (f"({{0}} {sign} {{1}} || {{1}} != {{1}} ? {{1}} : {{0}})" for sign in "<>")
 SIGN = "(float)(0.f < {0}) - (float)({0} < 0.f)"
-# Overload of an operation of torch -> its meaning. What is not here, or not for these kinds, is not arithmetic.
+# Overload of an operation of torch -> its meaning. What is not here, or not for these kinds, is not
+# arithmetic.
 OPERATIONS = {
     **dict.fromkeys(("add.Tensor", "add.Scalar"), _arithmetic("{0} + {1}", "{0} || {1}")),
     **dict.fromkeys(("sub.Tensor", "sub.Scalar"), _arithmetic("{0} - {1}")),
@@ -76,9 +81,18 @@ OPERATIONS = {
     "tanh_backward.default": Operation(("ff",), "{0} * (1.f - {1} * {1})"),
     "sigmoid.default": _of_float("1.f / (1.f + expf(-{0}))"),
     "sigmoid_backward.default": Operation(("ff",), "{0} * ((1.f - {1}) * {1})"),
-    **{f"{name}.{overload}": _comparison(f"{{0}} {sign} {{1}}")
-       for name, sign in {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}.items()
-       for overload in ("Tensor", "Scalar")},
+    **{
+        f"{name}.{overload}": _comparison(f"{{0}} {sign} {{1}}")
+        for name, sign in {
+            "eq": "==",
+            "ne": "!=",
+            "lt": "<",
+            "le": "<=",
+            "gt": ">",
+            "ge": ">=",
+        }.items()
+        for overload in ("Tensor", "Scalar")
+    },
     "isnan.default": _of_float("{0} != {0}", BOOL),
     "isinf.default": _of_float(f"fabsf({{0}}) == {INFINITE}", BOOL),
     **dict.fromkeys(("bitwise_and.Tensor", "logical_and.default"), _of_bools("{0} && {1}", 2)),
@@ -98,11 +112,13 @@ OPERATIONS = {
     "zeros_like.default": _of_float("0.f"),
     "ones_like.default": _of_float("1.f"),
     "scalar_tensor.default": Operation((NUMBER,), "(float){0}"),
-    **dict.fromkeys(("detach.default", "alias.default", "clone.default", "lift_fresh_copy.default"), SAME),
+    **dict.fromkeys(
+        ("detach.default", "alias.default", "clone.default", "lift_fresh_copy.default"), SAME
+    ),
     # sizes, which are those of a token for every operand
     **dict.fromkeys(("view.default", "expand.default"), SAME),
     "_to_copy.default": SAME,
-}  # fmt: skip
+}
 POWERS = {1: "{0}", 2: "{0} * {0}", 3: "{0} * {0} * {0}", 0.5: "sqrtf({0})", -1: "1.f / {0}"}
 SIZED = "view.default", "expand.default"  # whose operands after the first are sizes
 CASTS = {  # kind of an operand, dtype of the result -> expression and kind of the result
@@ -111,12 +127,13 @@ CASTS = {  # kind of an operand, dtype of the result -> expression and kind of t
     (FLOAT, torch.bool): ("{0} != 0.f", BOOL),
     (BOOL, torch.bool): ("{0}", BOOL),
 }
-IGNORED = {"layout", "device", "pin_memory", "memory_format", "implicit"}  # keywords that no number depends on
+# keywords that no number depends on
+IGNORED = {"layout", "device", "pin_memory", "memory_format", "implicit"}
 
 
 class RowFunction(NamedTuple):
-    """The weighted terms of a loss as a function of one token. Their weights are arguments: another weight compiles
-    nothing."""
+    """The weighted terms of a loss as a function of one token. Their weights are arguments: another
+    weight compiles nothing."""
 
     source: str  # of `row_function`, see `one_read.cu`
     n_terms: int
@@ -129,8 +146,9 @@ class _NotArithmetic(Exception):
 
 
 def row_function(terms, vocab_size: int = 0) -> RowFunction | None:
-    """The terms' function; None if one is more than arithmetic on `STATISTICS`, on the size of the vocabulary and on
-    inputs of a number per token, or does not promise to stay the same, `Term.pointwise`."""
+    """The terms' function; None if one is more than arithmetic on `STATISTICS`, on the size of the
+    vocabulary and on inputs of a number per token, or does not promise to stay the same,
+    `Term.pointwise`."""
     if not all(term.pointwise or isinstance(term.function, StatisticValue) for term in terms):
         return None
     from torch.fx.experimental.proxy_tensor import make_fx  # which loads much
@@ -146,14 +164,20 @@ def row_function(terms, vocab_size: int = 0) -> RowFunction | None:
             absent = VocabStatistics._make([None] * len(VocabStatistics._fields))
             stats = absent._replace(vocab_size=vocab_size, **dict(zip(STATISTICS, known)))
             given, weights = dict(zip(inputs, rows[len(STATISTICS) :])), rows[-len(terms) :]
-            values = [term.function(stats, **{name: given[name] for name in term.inputs}) for term in terms]
+            values = [
+                term.function(stats, **{name: given[name] for name in term.inputs})
+                for term in terms
+            ]
             total = torch.zeros_like(known[0])
             for weight, value in zip(weights, values):
                 total = total + weight * value
             by = known[: len(SLOPES)]
             slopes = torch.autograd.grad(total, by, torch.ones_like(known[0]), allow_unused=True)
             used[:] = [slope is not None for slope in slopes]
-        return [*values, *(torch.zeros_like(known[0]) if slope is None else slope for slope in slopes)]
+        return [
+            *values,
+            *(torch.zeros_like(known[0]) if slope is None else slope for slope in slopes),
+        ]
 
     rows = torch.zeros(len(STATISTICS) + len(inputs) + len(terms), 2).unbind(0)
     try:
@@ -198,7 +222,9 @@ def _expression(node, names: dict, kinds: dict) -> tuple[str, str]:
     """An operation of the trace in C++, and the kind of its result. Raises _NotArithmetic."""
     name = f"{node.target.overloadpacket.__name__.removesuffix('_')}.{node.target._overloadname}"
     operands = list(node.args[:1] if name in SIZED else node.args)
-    keywords = {key: value for key, value in node.kwargs.items() if value is not None and key not in IGNORED}
+    keywords = {
+        key: value for key, value in node.kwargs.items() if value is not None and key not in IGNORED
+    }
     dtype = keywords.pop("dtype", None)
     if name.startswith("clamp."):
         name, operands = _clamp(name, operands)
@@ -217,7 +243,8 @@ def _expression(node, names: dict, kinds: dict) -> tuple[str, str]:
 
 
 def _meaning(name: str, kinds: str) -> tuple[str | None, str]:
-    """The expression of an operation for operands of these kinds, or None, and the kind of its result."""
+    """The expression of an operation for operands of these kinds, or None, and the kind of its
+    result."""
     operation = OPERATIONS.get(name)
     if operation is not None and operation.of_bools and kinds == 2 * BOOL:
         return operation.of_bools, BOOL

@@ -1,4 +1,5 @@
-"""The kernel of `one_read.cu` as this process has it: compilation, launches in turn, and the memory that they share."""
+"""The kernel of `one_read.cu` as this process has it: compilation, launches in turn, and the memory
+that they share."""
 
 from __future__ import annotations
 
@@ -18,13 +19,16 @@ CUDA_SUCCESS, MOST_DYNAMIC_SHARED_MEMORY = 0, 8
 
 
 class Memory:
-    """Packets of one device or group, the numbers that its launches share, and whether one of them has failed.
+    """Packets of one device or group, the numbers that its launches share, and whether one of them
+    has failed.
 
-    It also has `FORECASTS` records of which upstream gradient of the loss the next backward will bring, int32 each:
-    the bits in which that gradient differs from 1; how often it came in a row; how often it must, for the forward to
-    write the gradient for it. A forward whose gradient nobody could use doubles the last number, one whose gradient was
-    used lowers it. So a sequence of upstream gradients has at most 10 more of the former than of the latter, and all
-    other steps move as many bytes as two launches. A record decides on last bits of results alone: heads may share one.
+    It also has `FORECASTS` records of which upstream gradient of the loss the next backward will
+    bring, int32 each: the bits in which that gradient differs from 1; how often it came in a row;
+    how often it must, for the forward to write the gradient for it. A forward whose gradient nobody
+    could use doubles the last number, one whose gradient was used lowers it. So a sequence of
+    upstream gradients has at most 10 more of the former than of the latter, and all other steps
+    move as many bytes as two launches. A record decides on last bits of results alone: heads may
+    share one.
 
     All of this lives as long as the process, because a CUDA graph may hold it.
     """
@@ -51,8 +55,9 @@ class Memory:
         """Raise RuntimeError if an earlier launch waited for a rank that did not come."""
         if ctypes.c_int.from_address(self.failed.data_ptr()).value:
             raise RuntimeError(
-                f"an earlier step waited {self.timeout_ms / 1000:g} s for a rank of its group that did not come, its "
-                "results are NaN, and the ranks no longer agree: make a new process group, or use gradient='backward'"
+                f"an earlier step waited {self.timeout_ms / 1000:g} s for a rank of its group that "
+                "did not come, its results are NaN, and the ranks no longer agree: make a new "
+                "process group, or use gradient='backward'"
             )
 
 
@@ -61,27 +66,31 @@ _turn = threading.Lock()  # of the threads that launch
 
 
 def stream_after(last: torch.cuda.Stream | None, device: torch.device) -> torch.cuda.Stream:
-    """Return the device's current stream, after letting it wait for the last one if that is another."""
+    """Return the device's current stream, after letting it wait for the last one if that is
+    another."""
     if last is not None and last.cuda_stream == torch._C._cuda_getCurrentRawStream(device.index):
         return last
     current = torch.cuda.current_stream(device)
     if last is not None:
         with torch.cuda.stream(last):
             last_is_captured = torch.cuda.is_current_stream_capturing()
-        if last_is_captured == torch.cuda.is_current_stream_capturing():  # a capture cannot wait for what it is not in
+        # a capture cannot wait for what it is not in
+        if last_is_captured == torch.cuda.is_current_stream_capturing():
             current.wait_stream(last)
     return current
 
 
 def launch_in_turn(device: torch.device, launch: Callable, *arguments):
-    """Launch what uses a `Memory` after what was launched before, whatever the streams, groups and threads."""
+    """Launch what uses a `Memory` after what was launched before, whatever the streams, groups and
+    threads."""
     with _turn:
         _last_stream[device.index] = stream_after(_last_stream.get(device.index), device)
         launch(*arguments)
 
 
 class Kernel:
-    """The kernel on one device, with a row function or None and some flags, compiled by the NVRTC that torch brings."""
+    """The kernel on one device, with a row function or None and some flags, compiled by the NVRTC
+    that torch brings."""
 
     def __init__(self, index: int, rows: str | None, *flags: str):
         # depends on NVRTC and on the driver's library, so that it knows both by their names
@@ -96,7 +105,13 @@ class Kernel:
             self._call("cuModuleGetFunction", ctypes.byref(self.function), self.module, b"one_read")
             self._call("cuFuncSetAttribute", self.function, MOST_DYNAMIC_SHARED_MEMORY, SHARED)
         self.index, pointer = index, ctypes.c_void_p
-        self.library.cuLaunchKernel.argtypes = pointer, *[ctypes.c_uint] * 7, pointer, ARGUMENTS, pointer
+        self.library.cuLaunchKernel.argtypes = (
+            pointer,
+            *[ctypes.c_uint] * 7,
+            pointer,
+            ARGUMENTS,
+            pointer,
+        )
 
     def _call(self, name: str, *args):
         error = getattr(self.library, name)(*args)
@@ -108,13 +123,17 @@ class Kernel:
         if self.index != torch._C._cuda_getDevice():
             with torch.cuda.device(self.index):
                 return self.launch(params, items, shared)
-        stream, arguments = torch._C._cuda_getCurrentRawStream(self.index), ARGUMENTS(ctypes.addressof(params))
+        stream, arguments = (
+            torch._C._cuda_getCurrentRawStream(self.index),
+            ARGUMENTS(ctypes.addressof(params)),
+        )
         sizes = min(self.programs, items), 1, 1, THREADS, 1, 1, shared
         self._call("cuLaunchKernel", self.function, *sizes, stream, arguments, None)
 
 
 def compiled(library, architecture: str, rows: str | None, *flags: str) -> ctypes.Array:
-    """The kernel's cubin. library: with NVRTC; rows: source of a `row_function` or None; flags: of the kernel."""
+    """The kernel's cubin. library: with NVRTC; rows: source of a `row_function` or None; flags: of
+    the kernel."""
     source = (rows or "").encode() + (Path(__file__).parent / "one_read.cu").read_bytes()
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
     given = f"--gpu-architecture={architecture}", "--std=c++17", *(f"-D{flag}" for flag in flags)
@@ -124,7 +143,9 @@ def compiled(library, architecture: str, rows: str | None, *flags: str) -> ctype
         library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
         text = ctypes.create_string_buffer(size.value)
         library.nvrtcGetProgramLog(program, text)
-        raise RuntimeError(f"the one-read kernel does not compile for {architecture}: {text.value.decode()}")
+        raise RuntimeError(
+            f"the one-read kernel does not compile for {architecture}: {text.value.decode()}"
+        )
     library.nvrtcGetCUBINSize(program, ctypes.byref(size))
     image = ctypes.create_string_buffer(size.value)
     library.nvrtcGetCUBIN(program, image)
@@ -134,6 +155,6 @@ def compiled(library, architecture: str, rows: str | None, *flags: str) -> ctype
 
 @functools.cache
 def kernel_of(device: torch.device, rows: str | None = None, *flags: str) -> Kernel:
-    """The kernel of a row function and some flags. Raises OSError, AttributeError or RuntimeError where it cannot be
-    had."""
+    """The kernel of a row function and some flags. Raises OSError, AttributeError or RuntimeError
+    where it cannot be had."""
     return Kernel(device.index, rows, *flags)

@@ -1,0 +1,233 @@
+"""A loss whose forward writes the gradient, in one launch that reads each logit once: 4 bytes of
+memory traffic for a logit of 2 bytes, where a forward and a backward of their own move 6. The
+kernel is `one_read/one_read.cu`.
+
+On several ranks the exchange is inside of that launch: ranks write packets to each other's
+symmetric memory and wait for them there, so a rank that does not come is noticed on the device. Its
+peers' results are NaN from then on, and their next call raises. Results have equal bits on all
+ranks, and on 1, 2, 4 or 8 of them; those of two launches may differ in the last bit, because sums
+are added up in another order.
+
+Whether a call takes this way depends on facts that its ranks share alone: they must all take the
+same.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from ..backend import load_backend
+from ..one_read import launch as one_read_launch
+from ..one_read.kernel import RANKS
+from ..one_read.launch import (
+    COLUMNS,
+    PACKETS,
+    TERMS,
+    VALUES,
+    Upstream,
+    columns_of,
+    cuts_of,
+    is_whole,
+    memory_of,
+)
+from ..passes import Reduced
+from ..reductions import FusedReduction
+from ..request import Facts, Request, without_gaps
+from .way import Case, Found, Loss, Way
+
+SUMMED = {*TERMS, "target_logit", "hits"}
+# statistics besides: the kernel is compiled with their names in capitals
+FLAGS = "entropy", "argmax", "total"
+ALIGNED = 32  # columns of which a multiple has no gaps between the rows of a block
+# of GPUs, logits of a rank and columns where it was faster
+CAPABILITY, FEWEST, NARROWEST = (9, 0), 1 << 23, 8192
+
+NO_REDUCTION = (
+    "the triton backend, a reduction over tokens, weights, denominators and inputs without a "
+    f"gradient, and terms that are pointwise functions of {list(TERMS)}, as a cross-entropy "
+    "without class weights is"
+)
+GONE = (
+    "Options(inplace=True, gradient='forward') wrote the gradient of the loss over the logits, so "
+    "that there is one backward, from the loss alone"
+)
+
+
+class OneRead(Way):
+    """The forward writes the gradient of the loss, which the first backward hands over; others find
+    it as in `Way`."""
+
+    name = "one read"
+    not_ready = "a kernel and memory, which cannot be had here (see the log), or not while a graph is captured"
+
+    def __init__(self, inplace: bool, record: int):
+        """record: of the upstream gradients that forwards foresee, see `one_read.kernel.Memory`."""
+        super().__init__(inplace)
+        self.upstream = Upstream(record=None if inplace else record)  # over the logits: for 1
+
+    @staticmethod
+    def obstacle(case: Case) -> str | None:
+        if case.gradient == "backward":
+            return "another gradient= than 'backward'"
+        if not case.needs_gradient:
+            return "logits that require a gradient, and grad mode"
+        if not OneRead.is_demanded(case):
+            if case.inplace:
+                return "gradient='forward' beside inplace=True: the logits are gone before the backward"
+            if found := obstacle_to_logits(case.request) or _obstacle_to_speed(case.request):
+                return found
+        return obstacle_to_loss(case.request, case.loss.in_one_read)
+
+    @classmethod
+    def of_kind(cls, case: Case) -> OneRead:
+        return cls(case.inplace, case.record)
+
+    @staticmethod
+    def is_demanded(case: Case) -> bool:
+        return case.gradient == "forward" and case.needs_gradient
+
+    def is_ready(self, request: Request) -> bool:
+        return has_memory(request)
+
+    def reduction(self, loss: Loss) -> FusedReduction | None:
+        return loss.in_one_read
+
+    def forward(self, request: Request, reduction) -> Found:
+        assert reduction is not None
+        outputs, reduced, gradient, late = one_read_launch.statistics_and_gradient(
+            request, reduction, self.inplace, self.upstream
+        )
+        merged, values, *flags = outputs
+        return Found(merged, (*values.unbind(0), *flags), Reduced(*reduced), gradient, late)
+
+    def gradient_of_loss(self, ctx, saved, loss):
+        if ctx.is_taken:
+            return None
+        *others, gradient = saved
+        if self.inplace:  # written for an upstream gradient of 1
+            gradient = without_gaps(gradient)
+            load_backend(ctx.request.facts.backend).gradient_for(gradient, loss)
+        elif not ctx.completion.complete(gradient, loss, others):
+            return None
+        ctx.is_taken = True  # only the first backward has the gradient that the forward wrote
+        # which may be written to: autograd does not take that for a change of what it saved
+        return gradient.data
+
+    def gradient(self, ctx, request, merged, grads, *loss):
+        if self.inplace:
+            raise RuntimeError(GONE)
+        return super().gradient(ctx, request, merged, grads, *loss)
+
+
+class OneReadBlocks(NamedTuple):
+    """Blocks of a linear head's logits whose statistics and gradient one launch has, where that is
+    faster."""
+
+    reduction: FusedReduction  # of all tokens, in rows
+    upstream: torch.Tensor  # [] fp32 gradient of the loss that the gradients are for
+
+    def found(
+        self, request: Request, here: slice
+    ) -> tuple[torch.Tensor, list[torch.Tensor]] | None:
+        """Write the gradient over a block's logits, and return its values [K, n] and flags; None:
+        not by this way.
+
+        here: the block's tokens.
+        """
+        if not self._serves(request):
+            return None
+        upstream, reduction = Upstream(self.upstream), self.reduction.of_rows(here)
+        outputs, *_ = one_read_launch.statistics_and_gradient(request, reduction, True, upstream)
+        _merged, values, *flags = outputs
+        return values, flags
+
+    def _serves(self, request: Request) -> bool:
+        """Whether it is faster, and all ranks' blocks are without gaps."""
+        obstacle = obstacle_to_logits(request) or _obstacle_to_speed(request)
+        if obstacle or columns_of(request) % ALIGNED:
+            return False
+        return obstacle_to_loss(request, self.reduction) is None and has_memory(request)
+
+
+def has_memory(request: Request) -> bool:
+    """Return True if there is a kernel, and memory for the packets of its launches."""
+    return (
+        memory_of(
+            request, cuts_of(columns_of(request) // request.facts.chunks, request.facts.chunks)
+        )
+        is not None
+    )
+
+
+def _obstacle_to_speed(request: Request) -> str | None:
+    """Return the obstacle of a call that is smaller than those that were measured to be faster."""
+    rows, columns = request.tensors.logits.shape[0], columns_of(request)
+    if columns < NARROWEST:
+        return f"at least {NARROWEST} columns on each rank, from which it was measured to be faster, got {columns}"
+    if rows * columns < FEWEST:
+        return f"at least {FEWEST} logits on each rank, from which it was measured to be faster, got {rows * columns}"
+    return None
+
+
+def obstacle_to_logits(request: Request) -> str | None:
+    """Return what logits lack for one read."""
+    logits = request.tensors.logits
+    dtype, device = logits.dtype, logits.device
+    if dtype != torch.bfloat16 or device.type != "cuda":
+        return f"bfloat16 logits on a GPU, got {dtype} on {device.type}"
+    if torch.version.hip is not None or _capability(device) != CAPABILITY:
+        return "an NVIDIA GPU of compute capability {}.{}".format(*CAPABILITY)
+    return None
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def obstacle_to_loss(request: Request, reduction: FusedReduction | None) -> str | None:
+    """Return what a call lacks for a forward that writes the gradient."""
+    facts, x = request.facts, request.tensors
+    if reduction is None:
+        return NO_REDUCTION
+    columns = columns_of(request)
+    if x.temperatures is not None:
+        return "logits without a scale, softcap or temperature"
+    if x.bias is not None:
+        return "logits without a bias"
+    found = _obstacle_of_kind(
+        facts, reduction.plan, reduction.rows is not None, columns
+    ) or obstacle_to_logits(request)
+    if found:
+        return found
+    if request.ways is None and [tensor for tensor in x[2:] if tensor is not None]:
+        return "a call without class weights, a teacher, sets, given ids or ranks"
+    if facts.world_size == 1 and not is_whole(x.logits, columns):
+        return "contiguous logits whose width is a multiple of 8"
+    return None
+
+
+@functools.lru_cache(maxsize=1024)
+def _obstacle_of_kind(facts: Facts, plan, in_rows: bool, columns: int) -> str | None:
+    """`obstacle_to_loss` as far as facts tell it that all ranks share."""
+    statistics, n_terms = plan.statistics, len(plan.coefficients)
+    terms, summed = statistics[:n_terms], statistics[n_terms * in_rows :]
+    if not in_rows and (len(set(terms)) < n_terms or not set(TERMS).issuperset(terms)):
+        return f"at most one term of each of {list(TERMS)}, got terms of {list(terms)}"
+    others = not (set(FLAGS).issuperset(facts.want) and SUMMED.issuperset(summed))
+    if others or len(statistics) > VALUES:
+        named = dict.fromkeys((*summed, *facts.want))
+        return f"no statistics but {sorted(SUMMED)}, and at most {VALUES} sums of them, got {list(named)}"
+    if (facts.scale, facts.softcap, facts.temperature) != (1.0, 0.0, 1.0):
+        return "logits without a scale, softcap or temperature"
+    if columns % COLUMNS:
+        return f"equal shards of a multiple of 8 ids, got {facts.vocab_size} ids on {facts.world_size} ranks"
+    cuts = cuts_of(columns // facts.chunks, facts.chunks)
+    if cuts.pieces * facts.world_size > PACKETS or facts.world_size > RANKS or cuts.slots < 4:
+        return f"a smaller vocabulary, got {facts.vocab_size} ids"
+    if facts.world_size > 1 and facts.transport not in ("auto", "symm_mem"):
+        return f"symmetric memory, got transport={facts.transport!r}"
+    return None

@@ -1,0 +1,38 @@
+"""The launches of a loss of statistics, prepared once for calls of one kind: see
+`prepared_triton`."""
+
+from __future__ import annotations
+
+from ..backend import load_backend
+from .way import Case, Way
+
+NO_REDUCTION = (
+    "the triton backend, and terms and metrics that are statistics, each a `StatisticValue`, with "
+    "weights and a denominator that require no gradient, without sequences, and summed over tokens"
+)
+
+
+class Prepared(Way):
+    """A loss that is a weighted sum of statistics, from the second call of a kind on."""
+
+    name = "prepared"
+    not_ready = "logits on the current device"
+
+    @staticmethod
+    def obstacle(case: Case) -> str | None:
+        request, reduction = case.request, case.loss.of_statistics
+        if reduction is None:
+            return NO_REDUCTION
+        if request.ways is None:
+            return "an earlier call of its kind, whose tensors are all plain, without token weights or a transform"
+        layout, gradients = request.layout, reduction.plan.gradients
+        if gradients is None or not all(name in layout.differentiable for name, *_ in gradients):
+            return "terms of differentiable statistics, each of another one"
+        if layout.second or layout.per_id or layout.needs_label_logits:
+            return "statistics of one exchange, none of them of given ids"
+        return None if len(request.tensors.logits) else "a token"
+
+    @classmethod
+    def of_kind(cls, case: Case) -> Way:
+        backend = load_backend(case.request.facts.backend)
+        return backend.PreparedLaunches(case.request, case.loss.of_statistics, case.inplace)

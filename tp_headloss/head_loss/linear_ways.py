@@ -1,0 +1,283 @@
+"""The ways of `HeadLoss.linear`: recompute makes the logits twice, one sweep has gradients in the
+forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from ..arguments.linear import MIN_SWEEP_TOKENS, Linear
+from ..arguments.options import DEFAULTS
+from ..call.statistics import assembled
+from ..engine.reductions import StatisticValue
+from ..engine.request import Request
+from ..engine.ways import Explanation
+from ..linear_head import epilogue
+from ..linear_head import one_sweep as sweep
+from ..linear_head.call import LinearCall, log_mode
+from ..linear_head.teacher import map_teacher_tensors, without_logits
+from ..linear_head.valid_tokens import ValidTokens
+from ..statistics import VocabStatistics
+from .call import Call
+from .output import HeadLossOutput, make_output
+from .reduction import CallLoss, fused_reduction, reduce_tokens, valid_weight
+from .value_gradients import value_gradients
+
+
+class LinearWay:
+    """A way of a linear head's loss; as `engine.ways.Way` for logits. `linear_way_of` chooses
+    it."""
+
+    name: str
+
+    @staticmethod
+    def obstacle(call: Call, head: LinearCall) -> str | None:
+        """Return the reason why a call cannot take this way, or None. Uses only facts that are
+        equal on all ranks."""
+        return None
+
+    @classmethod
+    def of_kind(cls, call: Call, head: LinearCall) -> LinearWay:
+        """Return the way of calls of this kind, to which there is no obstacle."""
+        return cls()
+
+    def output(self, call: Call, head: LinearCall, evaluate: Callable) -> HeadLossOutput:
+        """Compute the results of a call."""
+        check = (call.definition.options or DEFAULTS).check
+        stats = assembled(
+            head.recompute_outputs(),
+            head.request,
+            call.labels,
+            check,
+            head.operands if check else None,
+        )
+        return make_output(
+            call, stats, evaluate, fused_reduction(call, stats.lse, head.request.facts.backend)
+        )
+
+
+class Epilogues(LinearWay):
+    """Recompute: statistics remain differentiable, and the backward makes the logits again. Both as
+    epilogues of the GEMMs that make the logits, which are never stored."""
+
+    name = "epilogues"
+
+    @staticmethod
+    def obstacle(call, head):
+        if head.facts.epilogue:
+            return None
+        return epilogue.obstacle(
+            head.hidden, head.weight, head.facts.dtype, head.request, head.linear
+        )
+
+
+class Blocks(LinearWay):
+    """Recompute, in blocks of logits."""
+
+    name = "blocks"
+
+
+class OneSweep(LinearWay):
+    """The forward computes the gradients, for its loss alone, block by block: the logits are made
+    once."""
+
+    name = "one sweep"
+
+    def __init__(self, tokens: int):
+        """tokens: of a block."""
+        self.tokens = tokens
+
+    @staticmethod
+    def obstacle(call, head):
+        if not torch.is_grad_enabled():
+            return "there is no gradient in torch.no_grad"
+        if head.linear.mode == "recompute":
+            return "mode='recompute' was asked for"
+        if reason := _obstacle_to_one_sweep(call, head):
+            return reason
+        least = min(MIN_SWEEP_TOKENS, head.request.tensors.labels.numel())
+        if head.linear.mode == "auto" and head.one_sweep_tokens() < least:
+            return f"the budget has no room for blocks of {least} tokens"
+        return None
+
+    @classmethod
+    def of_kind(cls, call, head):
+        return cls(max(head.one_sweep_tokens(), 1))
+
+    def output(self, call, head, evaluate):
+        call = _with_denominator(call)
+        facts, options = head.request.facts, call.definition.options or DEFAULTS
+        loss_of_call = CallLoss(call, head.request.tensors.labels, facts.backend, facts.vocab_size)
+        reduction, in_one_read = loss_of_call.fused, None
+        if options.gradient != "backward":
+            in_one_read = loss_of_call.in_one_read
+        gradients_of = value_gradients(call, head.request, reduction)
+        if gradients_of is None:
+            gradients_of = partial(
+                sweep.loss_gradients, head, _block_loss(call, head.request, evaluate)
+            )
+        stats, gradients = sweep.sweep_statistics(
+            head, self.tokens, call.labels, options, gradients_of, in_one_read
+        )
+        with torch.no_grad():
+            out = make_output(call, stats, evaluate, reduction)
+        loss, stats = sweep.attach_gradients(head, out.loss, stats, gradients)
+        return out._replace(loss=loss, stats=stats)
+
+
+LINEAR_WAYS: tuple[type[LinearWay], ...] = (OneSweep, Epilogues, Blocks)
+
+
+def linear_way_of(call: Call, head: LinearCall) -> LinearWay:
+    """Return the first way without an obstacle. Raises ValueError where one sweep is asked for and
+    impossible."""
+    for kind in LINEAR_WAYS:
+        obstacle = kind.obstacle(call, head)
+        if obstacle is None:
+            return kind.of_kind(call, head)
+        if kind is OneSweep and torch.is_grad_enabled():
+            _refuse_what_one_sweep_alone_has(head.linear, obstacle)
+    raise AssertionError("blocks serve every call")
+
+
+def explained_linear(call: Call, head: LinearCall) -> Explanation:
+    """Explain which way a call takes, from its metadata alone."""
+    obstacles: dict[str, str] = {}
+    for kind in LINEAR_WAYS:
+        obstacle = kind.obstacle(call, head)
+        if obstacle is None:
+            return Explanation(kind.name, obstacles)
+        obstacles[kind.name] = obstacle
+    raise AssertionError("blocks serve every call")
+
+
+def _refuse_what_one_sweep_alone_has(linear: Linear, obstacle: str):
+    if linear.mode == "one_sweep":
+        raise ValueError(f"mode='one_sweep' is not possible: {obstacle}; use 'recompute'")
+    if linear.upstream is not None:
+        reason = "leave it out, or take 'one_sweep'" if linear.mode == "recompute" else obstacle
+        raise ValueError(f"upstream is for one sweep, got mode={linear.mode!r}: {reason}")
+
+
+def linear_output(
+    call: Call, head: LinearCall, way: LinearWay, evaluate: Callable
+) -> HeadLossOutput:
+    """Results of a way, or of another one where one sweep turns out to be impossible."""
+    try:
+        out = way.output(call, head, evaluate)
+        order = head.request.order
+        return known_output(out, order) if isinstance(order, ValidTokens) else out
+    except sweep.OneSweepObstacle as obstacle:
+        log_mode(f"no one sweep, because {obstacle}")
+        call.definition.plan.obstacles.append(str(obstacle))
+        call.definition.plan.checked.clear()  # in which it was decided otherwise
+        if obstacle.in_main_grad:
+            raise ValueError(
+                f"one sweep is not possible: {obstacle}; main_grad has the gradients of the first "
+                "blocks by now: set it to what it was, and leave upstream out"
+            ) from None
+    return linear_output(call, head, linear_way_of(call, head), evaluate)
+
+
+def known_output(out: HeadLossOutput, order: ValidTokens) -> HeadLossOutput:
+    """Return the output with losses, sums and count of NaN, if more tokens are valid than
+    `Linear.max_valid_tokens`."""
+    known = torch.where(order.missing, torch.nan, 1.0)
+    sums = {
+        field: {name: x * known for name, x in getattr(out, field).items()}
+        for field in ("terms", "metrics", "sequence_metrics", "term_counts")
+    }
+    return out._replace(
+        loss=out.loss if out.loss.dim() else out.loss * known, count=out.count * known, **sums
+    )
+
+
+def _obstacle_to_one_sweep(call: Call, head: LinearCall) -> str | None:
+    """Reason why one sweep is impossible, or None. Uses only facts that are equal on all ranks."""
+    terms, reduction = call.definition.terms, call.definition.reduction
+    undeclared = [
+        term.name
+        for term in terms
+        if not term.tokenwise and not isinstance(term.function, StatisticValue)
+    ]
+    own = [term.name for term in terms if term.token_weight is not None]
+    constants = [
+        call.loss_weight,
+        call.denominator,
+        *call.inputs.values(),
+        *(term.weight for term in terms),
+    ]
+    if call.definition.plan.obstacles:
+        return call.definition.plan.obstacles[0]
+    if head.linear.exact_logits and head.linear.mode == "auto":
+        return "exact_logits=True takes recompute, unless mode='one_sweep' is asked for"
+    if torch.compiler.is_compiling():
+        return "torch.compile takes one operator each way"
+    if reduction == "none":
+        return "a loss per token has no scalar upstream gradient"
+    if undeclared:
+        return f"the terms {undeclared} are not declared tokenwise"
+    if own and call.denominator is None and reduction == "mean":
+        return f"the terms {own} have denominators of their own, and the caller gave none"
+    if any(isinstance(x, torch.Tensor) and x.requires_grad for x in constants):
+        return "weights, denominator or inputs require a gradient"
+    if head.request.tensors.logits.dtype == torch.float16 and head.linear.upstream is None:
+        return "float16 gradients underflow before they are scaled, unless the upstream is declared (the loss scale)"
+    return None
+
+
+def _with_denominator(call: Call) -> Call:
+    """Return the call with the denominator of its mean, which every block's gradient needs."""
+    if call.denominator is not None or call.definition.reduction != "mean":
+        return call
+    total = valid_weight(call.labels != call.definition.ignore_index, call.loss_weight)
+    return call._replace(denominator=total.clamp(min=1) if call.loss_weight is None else total)
+
+
+def _block_loss(call: Call, request: Request, evaluate: Callable) -> Callable:
+    """Function that computes the part of the loss that a block of tokens adds.
+
+    Its arguments: statistics of the block [n], and the slice of the block in the order of the
+    request.
+    """
+
+    def flat(x):
+        return (
+            request.order.flatten(x)
+            if isinstance(x, torch.Tensor) and x.dim() >= min(call.labels.dim(), 1)
+            else x
+        )
+
+    inputs = {
+        name: flat(x)
+        for name, x in call.inputs.items()
+        if name not in ("sequences", "teacher", "sets")
+    }
+    weight, teacher = flat(call.loss_weight), call.inputs.get("teacher")
+    teacher = teacher and map_teacher_tensors(without_logits(teacher), flat)
+    definition = call.definition._replace(metrics=(), token_metrics=()).planned()
+    functions = definition.plan.summed[0]
+
+    def block_loss(stats: VocabStatistics, here: slice) -> torch.Tensor:
+        def cut(x):
+            return x[here] if isinstance(x, torch.Tensor) and x.dim() else x
+
+        block_inputs = {name: cut(x) for name, x in inputs.items()}
+        if teacher is not None:
+            block_inputs["teacher"] = map_teacher_tensors(teacher, cut)
+        block = call._replace(
+            definition=definition,
+            inputs=block_inputs,
+            loss_weight=cut(weight),
+            functions=functions,
+            sequences=None,
+        )
+        values, *_ = evaluate(functions, [], stats, block_inputs, None)
+        loss, _ = reduce_tokens(
+            block, stats, values, fused_reduction(block, stats.lse, request.facts.backend)
+        )
+        return loss
+
+    return block_loss
