@@ -15,7 +15,7 @@ from call_sequence import alike, in_order, random_calls
 from ranks import _from_bytes, _to_bytes, on_ranks, start_context
 
 FULL = bool(os.environ.get("TP_HEADLOSS_FULL"))
-COUNT = 60 if FULL else 40
+COUNT = 40
 MODES = "grad", "grad", "grad", "no_grad", "inference", "autocast", "stream"
 CUDA = torch.cuda.is_available()
 # one read and two launches may differ in the last bit of bf16, and which of both writes a gradient
@@ -60,7 +60,7 @@ def expect_alike(calls, results):
             assert alike(found[0], other, TOLERANCE), (call, found[0], other)
 
 
-@pytest.mark.parametrize("seed", range(4 if FULL else 1))
+@pytest.mark.parametrize("seed", range(2 if FULL else 1))
 @pytest.mark.parametrize(
     "backends, modes", [(("torch",), (*MODES, "thread")), (("torch", "triton", "triton"), MODES)]
 )
