@@ -272,3 +272,27 @@ def test_what_is_no_parameter_is_refused():
             TypeError, match=rf"parameters must be tensors, got {name}.*model.parameters\(\)"
         ):
             clip_grad_norm_(given, 1.0)
+
+
+class Scaled(VocabParallelHead):
+    """A head with a replicated parameter of its own."""
+
+    def __init__(self, *args, **given):
+        super().__init__(*args, **given)
+        self.factor = torch.nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, hidden, labels):
+        return super().forward(hidden * self.factor, labels)
+
+
+def with_a_parameter_of_its_own(group, device):
+    head = Scaled(8, VocabShard.from_group(group, 16), init=Init(1.0, seed=1)).to(device)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(5, 8, generator=generator).to(device)
+    head(hidden, torch.arange(5, device=device)).loss.backward()
+    return float(clip_grad_norm_(head.parameters(), 1e9))
+
+
+def test_what_a_subclass_of_a_head_adds_is_replicated():
+    (expected,) = on_ranks(1, with_a_parameter_of_its_own)
+    assert on_ranks(2, with_a_parameter_of_its_own) == [pytest.approx(expected)] * 2

@@ -501,6 +501,21 @@ def test_parameters_that_are_dtensors_can_be_loaded_as_well():
     assert on_ranks(2, into_dtensors) == [([True] * 3, True)] * 2
 
 
+def tied_too_early(group, device):
+    """A head that is tied to an embedding whose parameters become DTensors afterwards."""
+    shard = hl.VocabShard.from_group(group, V, padded_size=V + 1)
+    embedding = hl.VocabParallelEmbedding(H, shard, device=device)
+    head = hl.VocabParallelHead(H, shard, weight=embedding.weight, device=device)
+    embedding.to_dtensor(init_device_mesh(device.type, (group.size(),)))
+    with pytest.raises(ValueError, match="weight must"):
+        head(torch.randn(3, H, device=device), torch.arange(3, device=device))
+    return True
+
+
+def test_a_module_that_was_tied_before_to_dtensor_raises():
+    assert on_ranks(2, tied_too_early) == [True] * 2
+
+
 def compiled(group, device, how):
     """Embedding, logits and losses in one graph without breaks."""
     parallel = how == "reduce_scatter"

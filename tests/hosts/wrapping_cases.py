@@ -239,6 +239,24 @@ def pickled(model, installed):
     return pickle.loads(pickle.dumps(model)), state_of(model)
 
 
+def output_layer_replaced(model, installed):
+    layer = model.get_output_embeddings()
+    stock = layer.forward
+    layer.forward = lambda hidden: stock(hidden)
+    return model, state_of(model)
+
+
+def class_replaced(model, installed):
+    """By one with a forward of its own, as monkey patches of a class do."""
+
+    class Other(type(model)):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    model.__class__ = Other
+    return model, state_of(model)
+
+
 # name -> (function, words of the error by adapter; an adapter that is not there gives the right
 # loss)
 NOT_OURS = "the model without an adapter has another loss as well"
@@ -272,6 +290,11 @@ WAYS = {
         | {"causal_lm_loss": NOT_OURS},
     ),
     "replaced on top": (replaced_on_top, PAST),
+    "output layer replaced": (
+        output_layer_replaced,
+        dict.fromkeys(FUSED, "of the output layer"),
+    ),
+    "class replaced": (class_replaced, dict.fromkeys(FUSED, "the model's class has")),
     "another adapter on top": (
         adapter_on_top,
         dict.fromkeys(FUSED, "replaced already") | {"causal_lm_loss": "loss_function must be"},

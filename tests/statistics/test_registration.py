@@ -532,3 +532,19 @@ def test_logits_of_labels_are_for_sums_alone():
         ValueError, match=r"must do without tile.label_logits, which `local` alone has"
     ):
         hl.register_statistic(Squares(looks=True))
+
+
+def other_families_on_each_rank(group, device):
+    family = Sums("own", (POWER,))
+    family.order = group.rank()
+    shard = hl.VocabShard.from_group(group, 8)
+    logits = torch.randn(3, 8)[:, shard.start : shard.stop].to(device)
+    with registered(family), pytest.raises(ValueError, match="agree on families.own.order"):
+        hl.vocab_statistics(
+            logits, shard=shard, want=("own",), options=hl.Options(validate="full", backend="torch")
+        )
+    return True
+
+
+def test_ranks_whose_families_have_other_numbers_find_out():
+    assert on_ranks(2, other_families_on_each_rank) == [True] * 2

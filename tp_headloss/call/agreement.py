@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from .. import statistics
 from ..arguments.sequences import Sequences
 from ..ranks.comm import gather_objects, job_size, texts_of_job
 from ..ranks.shard import VocabShard
@@ -41,8 +42,9 @@ class Agreement:
     all go on, or raise.
 
         with Agreement(options, shard) as agreement:
-            agreement.record("vocab_statistics", shard, labels=labels, want=want)  # as soon as the
-            shard is known ...  # checks that may raise, and no collectives
+            # as soon as the shard is known
+            agreement.record("vocab_statistics", shard, labels=labels, want=want)
+            ...  # checks that may raise, and no collectives
 
     An exception on any rank is raised on all, with the message of the first rank that has one, and
     with its type if that is in `EXCEPTION_TYPES`; any other exception becomes a RuntimeError that
@@ -88,6 +90,7 @@ class Agreement:
             "vocab_size": shard.vocab_size,
             "grad_enabled": torch.is_grad_enabled(),
             **facts,
+            "families": families_wanted(facts.get("want", ())),
         }
         if isinstance(logits := facts.get("logits"), torch.Tensor):
             # which decides how they are exchanged, see `one_read`
@@ -151,6 +154,17 @@ class Agreement:
 
 
 PLAIN_TYPES = (int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
+
+
+def families_wanted(want) -> dict[str, dict[str, Any]]:
+    """Return what tells the families of wanted statistics apart: their classes, and plain attributes
+    of theirs, such as an order."""
+    found = {}
+    for family in statistics.FAMILIES:
+        for name in {*family.statistics} & {*want}:
+            plain = {key: x for key, x in vars(family).items() if isinstance(x, PLAIN_TYPES)}
+            found[name] = {"class": type(family).__qualname__, **plain}
+    return found
 
 
 def _describe(name: str, value, out: dict, compare_hidden: bool, sharded_dim: int | None = None):

@@ -28,6 +28,7 @@ from ..spec import (
     lines_of,
 )
 from ..statistics import known_statistics
+from ..validation import expect_dense
 from .dtensor import local_head, local_logits, local_part
 
 ALWAYS = ("lse", "log_prob", "target_logit", "valid")  # of every call's statistics
@@ -98,6 +99,9 @@ class Given(NamedTuple):
 
     def local(self) -> Given:
         """Return this rank's plain part of the arguments, with the shard that they imply."""
+        for name in ("logits", "hidden", "weight", "labels", "bias"):  # before anyone reads sizes
+            if isinstance(x := getattr(self, name), torch.Tensor):
+                expect_dense("hidden states" if name == "hidden" else name, x)
         hidden_grad = "all_reduce" if self.linear is None else self.linear.hidden_grad
         logits, labels, hidden, weight, bias, shard = (
             *self[:2],

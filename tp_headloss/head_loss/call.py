@@ -25,7 +25,7 @@ from ..spec import (
 )
 from ..spec.aliases import hint
 from ..statistics import AT_IDS
-from ..validation import fits_fp32, is_number, refuse_float_labels, refuse_tokens
+from ..validation import expect_dense, fits_fp32, is_number, refuse_float_labels, refuse_tokens
 from .definition import HeadLossDefinition
 from .evaluation import StatisticsFunction
 
@@ -126,6 +126,9 @@ def local_arguments(tokens, given: Given, token_weight, denominator, inputs):
         )
     hidden_grad = "all_reduce" if given.linear is None else given.linear.hidden_grad
     local = partial(local_part, shard=given.shard, hidden_grad=hidden_grad, tokens=tokens)
+    for name, x in (inputs or {}).items():  # before anyone reads sizes
+        if isinstance(x, torch.Tensor):
+            expect_dense(f"input {name!r}", x)
     inputs = {name: local(x) for name, x in (inputs or {}).items()}
     if isinstance(denominator, torch.Tensor):
         denominator = local(denominator, name="denominator")

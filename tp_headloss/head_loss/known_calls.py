@@ -28,12 +28,9 @@ def kind_of_call(
     looked at each time."""
     if isinstance(denominator, torch.Tensor) and type(denominator) is not torch.Tensor:
         return None
-    if (
-        not can_skip_dispatch(logits)
-        or type(labels) is not torch.Tensor
-        or logits.is_neg()
-        or logits.is_nested
-    ):
+    if not can_skip_dispatch(logits) or logits.layout != torch.strided or logits.is_nested:
+        return None
+    if not _is_plain(labels) or logits.is_neg():
         return None
     has_values = inputs or isinstance(denominator, torch.Tensor)  # which check=True looks at
     if options is not None and (options.validate != "metadata" or (options.check and has_values)):
@@ -42,9 +39,9 @@ def kind_of_call(
         return None
     input_facts: tuple = ()
     if inputs is not None:
-        if type(inputs) is not dict or any(
-            type(x) is not torch.Tensor or x.shape != labels.shape for x in inputs.values()
-        ):
+        if type(inputs) is not dict:
+            return None
+        if any(not _is_plain(x) or x.shape != labels.shape for x in inputs.values()):
             return None
         input_facts = tuple(
             [(name, x.dtype, x.device, x.requires_grad) for name, x in inputs.items()]
@@ -53,6 +50,11 @@ def kind_of_call(
     trained = None if denominator is None else getattr(denominator, "requires_grad", False)
     logits_facts = logits.shape, logits.dtype, logits.stride(), logits.device
     return *logits_facts, labels.dtype, labels.shape, labels.device, input_facts, trained, given
+
+
+def _is_plain(x) -> bool:
+    """Whether x is a tensor of torch's own class with elements at strides."""
+    return type(x) is torch.Tensor and x.layout == torch.strided and not x.is_nested
 
 
 def kind_of_linear_call(
@@ -64,7 +66,7 @@ def kind_of_linear_call(
     if kind is None or type(weight) not in (torch.Tensor, torch.nn.Parameter) or weight.is_neg():
         return None
     # no memory, or none of its own
-    if hidden.is_meta or not hidden.layout == weight.layout == torch.strided:
+    if hidden.is_meta or weight.layout != torch.strided or weight.is_nested:
         return None
     if (
         type(linear) is not Linear

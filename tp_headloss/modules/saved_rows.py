@@ -59,7 +59,8 @@ def why_not_own(metadata: dict, shard: VocabShard, given) -> str | None:
     if is_dtensor(given):
         is_own = place is None or place == _place(given.device_mesh)
     else:
-        is_part = given.dim() > 0 and given.shape[0] == stop - start < shard.vocab_size
+        is_part = given.dim() > 0 and given.shape[0] == stop - start
+        is_part = is_part and (start > 0 or stop < shard.vocab_size)
         is_own = not is_part or (start, stop) == (shard.start, shard.stop)
     if is_own:
         return None

@@ -96,8 +96,9 @@ class VocabRows(nn.Module):
 
     def _mark(self):
         """Say on the parameters themselves that they are sharded, and over which group, for
-        `clip_grad_norm_`."""
-        for p in self._parameters.values():
+        `clip_grad_norm_`. Those that a subclass adds are its own."""
+        for name in ("weight", "bias"):
+            p = self._parameters.get(name)
             if p is not None and self.shard.world_size > 1:
                 p.sharded_over = self.shard.group_name  # type: ignore[attr-defined]
 
@@ -143,8 +144,9 @@ class VocabRows(nn.Module):
         the module.
 
         Needed before the parameters are sharded again over another mesh dimension (FSDP2), and to
-        save an optimiser's state with `torch.distributed.checkpoint`. Call it before another module
-        is tied to the weight.
+        save an optimiser's state with `torch.distributed.checkpoint`. Call it before anything else
+        holds the parameters: they are replaced, and what they were is empty from then on, so that
+        a module that was tied before raises. An optimiser that was made before trains nothing.
         """
         for name, p in list(self.named_parameters(recurse=False)):
             if is_dtensor(p):
@@ -153,13 +155,9 @@ class VocabRows(nn.Module):
                 raise ValueError(
                     "a tied weight is its owner's: call to_dtensor there before the head is made"
                 )
-            setattr(
-                self,
-                name,
-                nn.Parameter(
-                    _as_dtensor(p.detach(), self.shard, mesh), requires_grad=p.requires_grad
-                ),
-            )
+            rows = _as_dtensor(p.detach(), self.shard, mesh)
+            setattr(self, name, nn.Parameter(rows, requires_grad=p.requires_grad))
+            p.data = p.data.new_empty(0)  # who holds it has no rows, in the place of other ones
         return self
 
     def extra_repr(self) -> str:

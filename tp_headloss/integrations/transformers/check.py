@@ -20,7 +20,7 @@ from ...ranks.shard import VocabShard
 from ..replacement import Replacement, evaluating, replaced
 from . import copies
 from .calls import HEAD_ARGUMENTS, body_of, refuse_auxiliary_loss, run_body
-from .forward import FUSED, stock_forward
+from .forward import FUSED, location, stock_forward
 from .loss_function import CausalLMShardLoss
 from .model_facts import config_transform, installed_shard, output_layer
 
@@ -132,18 +132,25 @@ class InstalledForward(Replacement):
         """Outputs of the body for a call with labels. ValueError for later changes that the head
         would ignore."""
         (transform, hooks), (own, known) = _heeded_by_stock(model), self._seen
+        if type(model).forward is not self.stock_forward:
+            raise ValueError(
+                f"a head was installed for {location(self.stock_forward)}, and the model's class "
+                f"has {location(type(model).forward)} now, which it would ignore: .remove() the "
+                "head, and install it after that"
+            )
         if transform != own or not hooks <= known:
             raise ValueError(
                 f"a head that was installed for {own} ignores others of the config, and new hooks "
-                f"of the output layer, got {transform} and {len(hooks - known)} new hooks: "
-                ".remove() the head, and install it after that"
+                f"or another forward of the output layer, got {transform} and "
+                f"{len(hooks - known)} of the latter: .remove() the head, and install it after that"
             )
         return run_body(model, given)
 
 
-def _heeded_by_stock(model) -> tuple[Transform, set[int]]:
+def _heeded_by_stock(model) -> tuple[Transform, set]:
     """Return what the model's own forward heeds and a fused one does not: the config's transform of
-    the logits, and ids of the output layer's hooks, except FSDP's, which gather weights."""
+    the logits, and ids of the output layer's hooks, except FSDP's, which gather weights, with a
+    word if somebody replaced its forward."""
     layer = model.get_output_embeddings()
     hooks = (
         layer._forward_pre_hooks
@@ -151,7 +158,10 @@ def _heeded_by_stock(model) -> tuple[Transform, set[int]]:
         | layer._backward_pre_hooks
         | layer._backward_hooks
     )
-    own = {
+    # accelerate's hooks replace it as well, and have an error of their own
+    is_replaced = "forward" in vars(layer) and not hasattr(layer, "_hf_hook")
+    own: set = {"a forward of its own"} if is_replaced else set()
+    own |= {
         i
         for i, hook in hooks.items()
         if not (hook.__module__ or "").startswith("torch.distributed.")
