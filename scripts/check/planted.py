@@ -21,7 +21,7 @@ GROUPS = {
         ("engine/ways/prepared_triton.py", "PreparedLaunches._serves", "self.places == (*place_of(logits), *place_of(labels))", "True"),
         ("head_loss/reduction.py", "fused_reduction", "x.requires_grad or x.device != device", "x.device != device"),
         ("head_loss/reduction.py", "fused_reduction", "definition.reduction == 'sum'", "False"),
-        ("engine/ways/__init__.py", "_place", "type(divisor)", "None"),
+        ("engine/ways/__init__.py", "_place", "type(given)", "None"),
     ],
     "test_row_function_generated": [
         ("engine/one_read/rows.py", "_expression", "expression is None or keywords", "expression is None"),
@@ -441,7 +441,7 @@ GROUPS = {
         ("engine/autograd.py", "first_derivative_only.wrapper", "(*saved, *upstream)", "upstream"),
         ("linear_head/autograd.py", "OneSweep.backward", "torch.is_grad_enabled()", "False"),
         ("head_loss/known_calls.py", "kind_of_call", "None if shard is None else (shard.facts, shard.stop)", "None"),
-        ("head_loss/known_calls.py", "kind_of_call", "type(x) is not torch.Tensor or x.shape != labels.shape", "False"),
+        ("head_loss/known_calls.py", "kind_of_call", "not _is_plain(x) or x.shape != labels.shape", "False"),
         ("head_loss/known_calls.py", "kind_of_call", "(name, x.dtype, x.device, x.requires_grad)", "(x.dtype, x.device, x.requires_grad)"),
         ("head_loss/known_calls.py", "_call_again", "inputs or {}", "{}"),
         ("head_loss/known_calls.py", "_call_again", "expect_denominator(denominator, definition.reduction, labels.device)", "pass"),

@@ -692,7 +692,7 @@ def refusals(group):
     expected = model(**batch()).loss
     for kind in ("forward", "forward_pre", "full_backward"):
         hook = getattr(model.lm_head, f"register_{kind}_hook")(lambda *args: None)
-        refused(lambda: model(**batch()), "1 new hooks")
+        refused(lambda: model(**batch()), "and 1 of the latter")
         hook.remove()
     model.config.final_logit_softcapping = 5.0
     refused(lambda: model(**batch()), "softcap=5.0")
