@@ -18,6 +18,8 @@ from ranks import on_ranks
 
 import tp_headloss
 from tp_headloss import HeadLoss, VocabShard, losses, statistics
+from tp_headloss.engine.ways import WAYS
+from tp_headloss.head_loss.linear_ways import LINEAR_WAYS
 
 README = (ROOT / "README.md").read_text()
 TEXT = "\n".join(page.read_text() for page in PAGES)
@@ -384,3 +386,10 @@ def test_every_line_about_ranks_that_fail_is_bound_to_a_test():
         (line,) = [row for row in table if row[0].startswith(start)]
         assert SAYS[start] in line[1], line
         assert f"def {test}(" in (ROOT / f"tests/distributed/{file}.py").read_text()
+
+
+def test_the_tables_of_ways_are_what_the_ways_say():
+    for heading, ways in (("## Logits", WAYS), ("## Hidden states", LINEAR_WAYS)):
+        found = re.findall(r"^\| (.*?) \| (.*) \|$", section("ways.md", heading), re.M)[1:]
+        said = [(way.name, " ".join(way.__doc__.split("\n\n")[0].split())) for way in ways]
+        assert found == said

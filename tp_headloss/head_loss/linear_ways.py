@@ -59,8 +59,11 @@ class LinearWay:
 
 
 class Epilogues(LinearWay):
-    """Recompute: statistics remain differentiable, and the backward makes the logits again. Both as
-    epilogues of the GEMMs that make the logits, which are never stored."""
+    """Recompute: the backward makes the logits again, four GEMMs, and the logits are never
+    stored.
+
+    Statistics remain differentiable. Both passes are epilogues of the GEMMs that make the logits.
+    """
 
     name = "epilogues"
 
@@ -74,14 +77,14 @@ class Epilogues(LinearWay):
 
 
 class Blocks(LinearWay):
-    """Recompute, in blocks of logits."""
+    """Recompute in blocks of logits, for whatever has no epilogue."""
 
     name = "blocks"
 
 
 class OneSweep(LinearWay):
-    """The forward computes the gradients, for its loss alone, block by block: the logits are made
-    once."""
+    """The forward computes the gradients of its loss, block by block, so that the logits are made
+    once: three GEMMs."""
 
     name = "one sweep"
 

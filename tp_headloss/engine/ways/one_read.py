@@ -57,8 +57,11 @@ GONE = (
 
 
 class OneRead(Way):
-    """The forward writes the gradient of the loss, which the first backward hands over; others find
-    it as in `Way`."""
+    """The forward writes the gradient in the launch that reads the logits: 4 bytes of memory
+    traffic for a logit of 2 bytes.
+
+    The first backward of the loss alone hands it over; others find theirs as in `Way`.
+    """
 
     name = "one read"
     not_ready = "a kernel and memory, which cannot be had here (see the log), or not while a graph is captured"

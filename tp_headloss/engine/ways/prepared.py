@@ -13,7 +13,11 @@ NO_REDUCTION = (
 
 
 class Prepared(Way):
-    """A loss that is a weighted sum of statistics, from the second call of a kind on."""
+    """One launch for statistics and one for the gradient, 6 bytes for a logit of 2, worked out by
+    an earlier call of the kind.
+
+    For a loss that is a weighted sum of statistics.
+    """
 
     name = "prepared"
     not_ready = "logits on the current device"

@@ -73,10 +73,10 @@ class Found(NamedTuple):
 
 
 class Way:
-    """Statistics by the backend's launches, and gradients of any of them. Other ways differ from
-    this one.
+    """The same launches for any statistics and any loss, also in plain PyTorch and as operators of
+    torch.compile.
 
-    inplace: gradients are written over the logits.
+    Other ways differ from this one. inplace: gradients are written over the logits.
     """
 
     name = "general"
