@@ -70,27 +70,11 @@ def check_call(
     inputs = _checked_inputs(definition, inputs, labels, sequences)
     labels = _scored_labels(labels, token_weight, sequences, shard, definition.ignore_index)
     if definition.options is not None and definition.options.check:
-        if isinstance(denominator, torch.Tensor):
-            expect_denominator(float(denominator), definition.reduction, x.device)
-        values = {f"input {name!r}": value for name, value in inputs.items()} | {
-            "token_weight": token_weight
-        }
-        for name, value in values.items():
-            expect_finite(name, value, labels != definition.ignore_index)
-        if denominator is None and definition.reduction == "mean" and token_weight is not None:
-            refuse_tokens(
-                (token_weight < 0) & (labels != definition.ignore_index),
-                lambda i: (
-                    f"token_weight of token {i} (flat index) must not be below 0 where a mean "
-                    f"divides by the weights' sum, got {float(token_weight.flatten()[i]):g}; with "
-                    "a denominator= it may be"
-                ),
-            )
+        _check_values(definition, x, labels, token_weight, denominator, inputs)
     sizes: Sizes = {"V": (shard.vocab_size, "the vocabulary"), "device": (x.device, "logits")}
-    for class_weight in (
-        term.class_weight for term in definition.terms if term.class_weight is not None
-    ):
-        TensorLine("real numbers", ("V",)).check("class_weight", class_weight, sizes)
+    for term in definition.terms:
+        if term.class_weight is not None:
+            TensorLine("real numbers", ("V",)).check("class_weight", term.class_weight, sizes)
     loss_weight, count = token_weight, None
     if definition.reduction in SEQUENCE_REDUCTIONS:
         assert sequences is not None
@@ -115,6 +99,25 @@ def check_call(
         sequences,
         functions,
     )
+
+
+def _check_values(definition, x, labels, token_weight, denominator, inputs):
+    """Raise ValueError for values of a loss's arguments that make it NaN. x: the tokens."""
+    is_valid = labels != definition.ignore_index
+    if isinstance(denominator, torch.Tensor):
+        expect_denominator(float(denominator), definition.reduction, x.device)
+    for name, value in inputs.items():
+        expect_finite(f"input {name!r}", value, is_valid)
+    expect_finite("token_weight", token_weight, is_valid)
+    if denominator is None and definition.reduction == "mean" and token_weight is not None:
+        refuse_tokens(
+            (token_weight < 0) & is_valid,
+            lambda i: (
+                f"token_weight of token {i} (flat index) must not be below 0 where a mean divides "
+                f"by the weights' sum, got {float(token_weight.flatten()[i]):g}; with a "
+                "denominator= it may be"
+            ),
+        )
 
 
 def local_arguments(tokens, given: Given, token_weight, denominator, inputs):
@@ -225,32 +228,39 @@ def _checked_inputs(definition: HeadLossDefinition, inputs, labels, sequences) -
     needed = set(definition.plan.inputs)
     if not inputs and not needed:
         return {}
-    missing, unused = needed - set(inputs), set(inputs) - needed - {"sequences"}
-    if missing or unused:
-        wrong = [f"missing {sorted(missing)}"] * bool(missing)
-        wrong += [f"unused {sorted(unused)}, which none of them takes"] * bool(unused)
-        wrong += [
-            f"{name!r}{said}"
-            for name in sorted(unused, key=str)
-            if (said := hint(name, needed, "input"))
-        ]
-        wrong += ["a KL of weight 0, as kl=0, takes none"] * ("reference_log_prob" in unused)
-        raise ValueError(
-            f"inputs must be {sorted(needed)} for these terms and metrics, got {sorted(inputs)}: "
-            f"{'; '.join(wrong)}"
-        )
-    out, per_id = {}, any(name in definition.want for name in AT_IDS)
+    _refuse_other_names(needed, set(inputs))
+    out = {}
+    has_ids = any(name in definition.want for name in AT_IDS)
     for name, value in inputs.items():  # teacher and sets are checked with the statistics
-        whole = name in ("sequences", "teacher", "sets") or (
-            per_id and (name == "ids" or _has_values_of_ids(value, labels))
-        )
+        is_of_ids = has_ids and (name == "ids" or _has_values_of_ids(value, labels))
         line = definition.plan.inputs.get(name)
-        out[name] = (
-            value if whole or line is None else _per_token(name, value, labels, sequences, line)
-        )
-        if whole and isinstance(value, torch.Tensor):
-            _expect_values_of_ids(name, value, inputs.get("ids"))
+        if is_of_ids or name in ("sequences", "teacher", "sets"):
+            out[name] = value
+            if isinstance(value, torch.Tensor):
+                _expect_values_of_ids(name, value, inputs.get("ids"))
+        elif line is None:
+            out[name] = value
+        else:
+            out[name] = _per_token(name, value, labels, sequences, line)
     return out
+
+
+def _refuse_other_names(needed: set[str], given: set[str]):
+    """Raise ValueError for inputs that are missing, and for those that nothing takes."""
+    missing, unused = needed - given, given - needed - {"sequences"}
+    if not missing and not unused:
+        return
+    wrong = [f"missing {sorted(missing)}"] if missing else []
+    if unused:
+        wrong.append(f"unused {sorted(unused)}, which none of them takes")
+    hints = {name: hint(name, needed, "input") for name in sorted(unused, key=str)}
+    wrong += [f"{name!r}{said}" for name, said in hints.items() if said]
+    if "reference_log_prob" in unused:
+        wrong.append("a KL of weight 0, as kl=0, takes none")
+    raise ValueError(
+        f"inputs must be {sorted(needed)} for these terms and metrics, got {sorted(given)}: "
+        f"{'; '.join(wrong)}"
+    )
 
 
 def _has_values_of_ids(value, labels) -> bool:

@@ -26,30 +26,39 @@ def kind_of_call(
 ) -> tuple | None:
     """Everything that the checks of a call read, but its denominator's value; None: it must be
     looked at each time."""
-    if isinstance(denominator, torch.Tensor) and type(denominator) is not torch.Tensor:
-        return None
     if not can_skip_dispatch(logits) or logits.layout != torch.strided or logits.is_nested:
         return None
-    if not _is_plain(labels) or logits.is_neg():
+    if logits.is_neg() or not _is_plain(labels):
         return None
-    has_values = inputs or isinstance(denominator, torch.Tensor)  # which check=True looks at
-    if options is not None and (options.validate != "metadata" or (options.check and has_values)):
+    if not isinstance(shard, VocabShard | None):
         return None
-    if shard is not None and not isinstance(shard, VocabShard):
-        return None
-    input_facts: tuple = ()
-    if inputs is not None:
-        if type(inputs) is not dict:
-            return None
-        if any(not _is_plain(x) or x.shape != labels.shape for x in inputs.values()):
-            return None
-        input_facts = tuple(
-            [(name, x.dtype, x.device, x.requires_grad) for name, x in inputs.items()]
-        )
-    given = None if shard is None else (shard.facts, shard.stop)
     trained = None if denominator is None else getattr(denominator, "requires_grad", False)
-    logits_facts = logits.shape, logits.dtype, logits.stride(), logits.device
-    return *logits_facts, labels.dtype, labels.shape, labels.device, input_facts, trained, given
+    if isinstance(denominator, torch.Tensor) and type(denominator) is not torch.Tensor:
+        return None
+    if options is not None and _checks_read_values(options, denominator, inputs):
+        return None
+    of_inputs = () if inputs is None else _facts_of_inputs(inputs, labels)
+    if of_inputs is None:
+        return None
+    of_shard = None if shard is None else (shard.facts, shard.stop)
+    of_logits = logits.shape, logits.dtype, logits.stride(), logits.device
+    of_labels = labels.dtype, labels.shape, labels.device
+    return *of_logits, *of_labels, of_inputs, trained, of_shard
+
+
+def _checks_read_values(options: Options, denominator, inputs) -> bool:
+    """Whether ranks compare arguments, or values are looked at besides those of the logits."""
+    has_values = bool(inputs) or isinstance(denominator, torch.Tensor)
+    return options.validate != "metadata" or (options.check and has_values)
+
+
+def _facts_of_inputs(inputs, labels) -> tuple | None:
+    """What the checks read of inputs; None unless they are plain tensors of a value per token."""
+    if type(inputs) is not dict:
+        return None
+    if any(not _is_plain(x) or x.shape != labels.shape for x in inputs.values()):
+        return None
+    return tuple([(name, x.dtype, x.device, x.requires_grad) for name, x in inputs.items()])
 
 
 def _is_plain(x) -> bool:

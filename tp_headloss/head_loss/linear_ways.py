@@ -199,36 +199,47 @@ def known_output(out: HeadLossOutput, order: ValidTokens) -> HeadLossOutput:
 
 def _obstacle_to_one_sweep(call: Call, head: LinearCall) -> str | None:
     """Reason why one sweep is impossible, or None. Uses only facts that are equal on all ranks."""
-    terms, reduction = call.definition.terms, call.definition.reduction
-    undeclared = [
-        term.name
-        for term in terms
-        if not term.tokenwise and not isinstance(term.function, StatisticValue)
-    ]
-    own = [term.name for term in terms if term.token_weight is not None]
-    constants = [
-        call.loss_weight,
-        call.denominator,
-        *call.inputs.values(),
-        *(term.weight for term in terms),
-    ]
+    linear = head.linear
     if call.definition.plan.obstacles:
         return call.definition.plan.obstacles[0]
-    if head.linear.exact_logits and head.linear.mode == "auto":
+    if linear.exact_logits and linear.mode == "auto":
         return "exact_logits=True takes recompute, unless mode='one_sweep' is asked for"
     if torch.compiler.is_compiling():
         return "torch.compile takes one operator each way"
+    if found := _obstacle_of_terms(call):
+        return found
+    if any(isinstance(x, torch.Tensor) and x.requires_grad for x in _constants(call)):
+        return "weights, denominator or inputs require a gradient"
+    if head.request.tensors.logits.dtype == torch.float16 and linear.upstream is None:
+        return (
+            "float16 gradients underflow before they are scaled, unless the upstream is declared "
+            "(the loss scale)"
+        )
+    return None
+
+
+def _obstacle_of_terms(call: Call) -> str | None:
+    """Reason why the terms need all tokens at once, or None."""
+    terms, reduction = call.definition.terms, call.definition.reduction
     if reduction == "none":
         return "a loss per token has no scalar upstream gradient"
+    undeclared = [term.name for term in terms if not _is_tokenwise(term)]
     if undeclared:
         return f"the terms {undeclared} are not declared tokenwise"
+    own = [term.name for term in terms if term.token_weight is not None]
     if own and call.denominator is None and reduction == "mean":
         return f"the terms {own} have denominators of their own, and the caller gave none"
-    if any(isinstance(x, torch.Tensor) and x.requires_grad for x in constants):
-        return "weights, denominator or inputs require a gradient"
-    if head.request.tensors.logits.dtype == torch.float16 and head.linear.upstream is None:
-        return "float16 gradients underflow before they are scaled, unless the upstream is declared (the loss scale)"
     return None
+
+
+def _is_tokenwise(term) -> bool:
+    return term.tokenwise or isinstance(term.function, StatisticValue)
+
+
+def _constants(call: Call) -> list:
+    """Whatever a loss is computed from besides statistics."""
+    weights = [term.weight for term in call.definition.terms]
+    return [call.loss_weight, call.denominator, *call.inputs.values(), *weights]
 
 
 def _with_denominator(call: Call) -> Call:
@@ -247,17 +258,11 @@ def _block_loss(call: Call, request: Request, evaluate: Callable) -> Callable:
     """
 
     def flat(x):
-        return (
-            request.order.flatten(x)
-            if isinstance(x, torch.Tensor) and x.dim() >= min(call.labels.dim(), 1)
-            else x
-        )
+        is_per_token = isinstance(x, torch.Tensor) and x.dim() >= min(call.labels.dim(), 1)
+        return request.order.flatten(x) if is_per_token else x
 
-    inputs = {
-        name: flat(x)
-        for name, x in call.inputs.items()
-        if name not in ("sequences", "teacher", "sets")
-    }
+    whole = "sequences", "teacher", "sets"
+    inputs = {name: flat(x) for name, x in call.inputs.items() if name not in whole}
     weight, teacher = flat(call.loss_weight), call.inputs.get("teacher")
     teacher = teacher and map_teacher_tensors(without_logits(teacher), flat)
     definition = call.definition._replace(metrics=(), token_metrics=()).planned()

@@ -158,27 +158,9 @@ def mean_metrics(outputs: HeadLossOutput | Outputs, group: Group = None) -> dict
         {'loss': 1.3863, 'loss/cross_entropy': 1.3863, 'accuracy': 0.5, 'entropy': 1.3863}
     """
     outputs = [outputs] if isinstance(outputs, HeadLossOutput) else outputs
-    if not outputs:
-        raise ValueError("outputs must be at least one HeadLossOutput, got an empty list")
-    parts = [_sums_by_name(out) for out in outputs]
-    if any(list(part) != list(parts[0]) for part in parts):
-        raise ValueError(
-            "outputs must have the same terms and metrics in the same order, got "
-            f"{list(map(list, parts))}"
-        )
-    sums = reduce_metrics(
-        combine_metrics([{**part, "": out.count} for part, out in zip(parts, outputs)]), group
-    )
+    sums = reduce_metrics(combine_metrics(_checked_sums(outputs)), group)
     count = sums.pop("")
     tokens = sums.get("num_tokens", count)
-    weights = {
-        f"weighted/{name}": [out.weights[name] for out in outputs] for name in outputs[0].terms
-    }
-    same = [
-        name
-        for name, found in weights.items()
-        if all(not torch.is_tensor(x) and x == 1 for x in found)
-    ]
 
     def mean(name: str) -> torch.Tensor:
         if name == "num_tokens" or name.startswith(("max_", "min_")):
@@ -189,11 +171,32 @@ def mean_metrics(outputs: HeadLossOutput | Outputs, group: Group = None) -> dict
         found = sums[name] / sums.get(f"count/{name}", tokens)
         return (-found).exp() if name == "perplexity" else found
 
-    means = {
-        name: mean(name) for name in sums if not name.startswith("count/") or name[6:] not in sums
-    }
-    loss = torch.stack([means[name] for name in weights]).sum()
+    divisors = {f"count/{name}" for name in sums}
+    means = {name: mean(name) for name in sums if name not in divisors}
+    weighted = [f"weighted/{name}" for name in outputs[0].terms]
+    loss = torch.stack([means[name] for name in weighted]).sum()
+    same = [f"weighted/{name}" for name in outputs[0].terms if _has_weight_1(outputs, name)]
     return {"loss": loss} | {name: x for name, x in means.items() if name not in same}
+
+
+def _checked_sums(outputs: Outputs) -> list[dict[str, torch.Tensor]]:
+    """Return the sums of each output by name, and its count as "". ValueError unless all have the
+    same."""
+    if not outputs:
+        raise ValueError("outputs must be at least one HeadLossOutput, got an empty list")
+    parts = [_sums_by_name(out) for out in outputs]
+    names = [list(part) for part in parts]
+    if any(other != names[0] for other in names):
+        raise ValueError(
+            f"outputs must have the same terms and metrics in the same order, got {names}"
+        )
+    return [{**part, "": out.count} for part, out in zip(parts, outputs)]
+
+
+def _has_weight_1(outputs: Outputs, name: str) -> bool:
+    """Whether a term's weighted mean is its mean."""
+    weights = [out.weights[name] for out in outputs]
+    return all(not torch.is_tensor(x) and x == 1 for x in weights)
 
 
 def _sums_by_name(out: HeadLossOutput) -> dict[str, torch.Tensor]:

@@ -33,26 +33,15 @@ def value_gradients(
     names = plan.statistics[: len(plan.coefficients)]
     if not names or not set(names) <= layout.differentiable:
         return None
-    labels = request.tensors.labels
-    valid, dtype = (
-        labels != request.facts.ignore_index,
-        accumulation_dtype(request.tensors.logits.dtype),
-    )
+    valid = request.tensors.labels != request.facts.ignore_index
+    dtype = accumulation_dtype(request.tensors.logits.dtype)
     weight = None if call.loss_weight is None else request.order.flatten(call.loss_weight)
-    divisor, rows_of = (
-        1.0 if call.definition.reduction == "sum" else call.denominator,
-        _rows_in_torch,
-    )
-    if reduction is not None:
+    if reduction is None:
+        rows_of, divisor = _rows_in_torch, nonzero(_divisor(call))
+    else:
+        rows_of = load_backend("triton").token_sums_gradient
         weight = None if weight is None else weight.float().contiguous()
-        divisor, rows_of = reduction.denominator, load_backend("triton").token_sums_gradient
-        if not isinstance(divisor, torch.Tensor):
-            assert divisor is not None
-            divisor = torch.full((), float(divisor), dtype=torch.float64, device=labels.device)
-    assert divisor is not None
-    divisor = nonzero(divisor)
-    if reduction is not None:
-        divisor = 1.0 / divisor  # which the kernel multiplies by
+        divisor = 1.0 / nonzero(_divisor_of_kernel(reduction, valid.device))  # it multiplies
 
     def gradients_for(upstream):
         upstream, every = upstream.to(dtype), None
@@ -76,6 +65,22 @@ def value_gradients(
         return gradients_of
 
     return gradients_for
+
+
+def _divisor(call: Call):
+    """What a sum over tokens is divided by."""
+    divisor = 1.0 if call.definition.reduction == "sum" else call.denominator
+    assert divisor is not None
+    return divisor
+
+
+def _divisor_of_kernel(reduction: FusedReduction, device) -> torch.Tensor:
+    """The same in memory, as the kernel takes it."""
+    divisor = reduction.denominator
+    if isinstance(divisor, torch.Tensor):
+        return divisor
+    assert divisor is not None
+    return torch.full((), float(divisor), dtype=torch.float64, device=device)
 
 
 def _rows_in_torch(upstream, values, valid, weight, divisor, plan: SumsPlan) -> torch.Tensor:

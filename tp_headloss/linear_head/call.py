@@ -36,74 +36,35 @@ class LinearCall(NamedTuple):
     @classmethod
     def checked(cls, given: Given) -> LinearCall:
         """Validate a call and bring its tensors into rows."""
-        hidden, weight, shard, linear, options = (
-            given.hidden,
-            given.weight,
-            given.shard,
-            given.linear,
-            given.options,
-        )
-        if options.inplace:
-            raise ValueError(
-                "inplace=True overwrites logits, and a linear head has none of the caller's"
-            )
-        if options.gradient == "forward":
-            raise ValueError(
-                "gradient='forward' is for logits; the gradients of hidden states come from one "
-                "sweep"
-            )
+        hidden, weight, linear, teacher = given.hidden, given.weight, given.linear, given.teacher
+        _expect_options_of_a_linear_head(given)
         dtype = operand_dtype(hidden, weight)
-        if linear.main_grad:
-            expect_main_grad(weight)
         if given.bias is not None:
-            if given.transform.bias is not None:
-                raise ValueError("bias was given twice, and in the transform")
             given = given._replace(transform=replace(given.transform, bias=given.bias))
-        lead, scattered = list(hidden.shape[:-1]), linear.hidden_grad == "reduce_scatter"
-        if scattered:
-            if not lead:
-                raise ValueError(
-                    "hidden_grad='reduce_scatter' needs hidden states [S/P, .., H], got [H]"
-                )
-            lead[0] *= shard.world_size
+        lead = list(hidden.shape[:-1])
+        is_scattered = linear.hidden_grad == "reduce_scatter"
+        if is_scattered:
+            lead[0] *= given.shard.world_size
             hidden = hidden.contiguous()  # ranks agree on the order of the tokens they gather
-        # the first valid tokens are kept
-        in_order = scattered or linear.max_valid_tokens is not None
-        logits = hidden.new_empty((), dtype=dtype).expand(*lead, shard.width)
-        teacher = given.teacher
+        logits = hidden.new_empty((), dtype=dtype).expand(*lead, given.shard.width)
         if isinstance(teacher, TeacherHead):
             expect_teacher_head(teacher, hidden, logits)
         given = given._replace(logits=logits, teacher=stand_in(teacher, logits))
-        request = build_request(given, logits if in_order else hidden)
+        # the first valid tokens are kept
+        is_in_order = is_scattered or linear.max_valid_tokens is not None
+        request = build_request(given, logits if is_in_order else hidden)
         if isinstance(teacher, TeacherHead):
-            operands = teacher_operands(teacher, request.order, scattered)
-            request = request._replace(
-                tensors=request.tensors._replace(teacher=None), teacher_head=operands
-            )
-        flat = hidden.reshape(-1, hidden.shape[-1]) if scattered else request.order.flatten(hidden)
+            operands = teacher_operands(teacher, request.order, is_scattered)
+            tensors = request.tensors._replace(teacher=None)
+            request = request._replace(tensors=tensors, teacher_head=operands)
+        if is_scattered:
+            flat = hidden.reshape(-1, hidden.shape[-1])
+        else:
+            flat = request.order.flatten(hidden)
         if linear.max_valid_tokens is not None:
-            flat, request = picked_rows(flat, request, linear.max_valid_tokens, options.check)
+            flat, request = picked_rows(flat, request, linear.max_valid_tokens, given.options.check)
         has_epilogue = epilogue.obstacle(hidden, weight, dtype, request, linear) is None
-        weight_sums, rounded = (
-            weight.dtype.itemsize == 2 and not linear.main_grad,
-            not linear.exact_logits,
-        )
-        head, hidden_grad = (
-            request.teacher_head,
-            linear.hidden_grad if shard.world_size > 1 else "none",
-        )
-        teacher_bytes = 0 if head.teacher_hidden is None else head.block_dtype.itemsize
-        logits_dtype = dtype if rounded or has_epilogue or dtype.itemsize != 2 else torch.float32
-        facts = LinearFacts(
-            dtype,
-            linear.budget or 0,
-            weight_sums,
-            has_epilogue,
-            rounded,
-            logits_dtype,
-            hidden_grad,
-            teacher_bytes,
-        )
+        facts = _linear_facts(dtype, weight, linear, request, has_epilogue)
         return cls(flat, weight, request, linear, facts)
 
     def without_tensors(self, has_shard: bool) -> LinearCall:
@@ -193,6 +154,45 @@ class LinearCall(NamedTuple):
         if tokens is None and forced:
             raise ValueError(blocks.refusal(planner, sizes, linear.budget, own))
         return tokens or 0
+
+
+def _expect_options_of_a_linear_head(given: Given):
+    """Raise ValueError for options that need logits, or another layout of the arguments."""
+    linear, options = given.linear, given.options
+    if options.inplace:
+        raise ValueError(
+            "inplace=True overwrites logits, and a linear head has none of the caller's"
+        )
+    if options.gradient == "forward":
+        raise ValueError(
+            "gradient='forward' is for logits; the gradients of hidden states come from one sweep"
+        )
+    operand_dtype(given.hidden, given.weight)
+    if linear.main_grad:
+        expect_main_grad(given.weight)
+    if given.bias is not None and given.transform.bias is not None:
+        raise ValueError("bias was given twice, and in the transform")
+    if linear.hidden_grad == "reduce_scatter" and given.hidden.dim() < 2:
+        raise ValueError("hidden_grad='reduce_scatter' needs hidden states [S/P, .., H], got [H]")
+
+
+def _linear_facts(
+    dtype: torch.dtype, weight, linear: Linear, request: Request, has_epilogue: bool
+) -> LinearFacts:
+    """Everything static about a call besides its request's facts. dtype: of the operands."""
+    head = request.teacher_head
+    is_rounded = not linear.exact_logits
+    in_operands_dtype = is_rounded or has_epilogue or dtype.itemsize != 2
+    return LinearFacts(
+        dtype=dtype,
+        budget=linear.budget or 0,
+        weight_sums=weight.dtype.itemsize == 2 and not linear.main_grad,
+        epilogue=has_epilogue,
+        rounded=is_rounded,
+        logits_dtype=dtype if in_operands_dtype else torch.float32,
+        hidden_grad=linear.hidden_grad if request.facts.world_size > 1 else "none",
+        teacher_bytes=0 if head.teacher_hidden is None else head.block_dtype.itemsize,
+    )
 
 
 def expect_main_grad(weight):

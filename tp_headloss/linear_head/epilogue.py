@@ -39,10 +39,11 @@ def obstacle(hidden, weight, dtype: torch.dtype, request: Request, linear: Linea
         return NOT_MEASURED
     if request.facts.backend != "triton":
         return "the torch backend has no kernels"
-    if hidden.is_cuda and _capability(hidden.device) < CAPABILITY:
-        return f"the GPU's compute capability is less than {CAPABILITY[0]}.{CAPABILITY[1]}"
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"the operands are neither bfloat16 nor float16 but {dtype}"
+    return _obstacle_to_statistics(request) or _obstacle_to_operands(hidden, weight, dtype)
+
+
+def _obstacle_to_statistics(request: Request) -> str | None:
+    """Reason why what is asked of the logits needs them in memory."""
     if request.layout.needs_label_logits:
         return "ranks are counted in blocks of logits"
     if request.tensors.sets is not None or request.layout.per_id:
@@ -50,8 +51,18 @@ def obstacle(hidden, weight, dtype: torch.dtype, request: Request, linear: Linea
     teacher = request.teacher_head.teacher_hidden, request.tensors.teacher, request.tensors.entries
     if any(x is not None for x in teacher):
         return "a teacher is compared with blocks of logits"
+    return None
+
+
+def _obstacle_to_operands(hidden, weight, dtype: torch.dtype) -> str | None:
+    """Reason why the kernel cannot read the operands as they are."""
+    if hidden.is_cuda and _capability(hidden.device) < CAPABILITY:
+        return f"the GPU's compute capability is less than {CAPABILITY[0]}.{CAPABILITY[1]}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"the operands are neither bfloat16 nor float16 but {dtype}"
     if not torch.compiler.is_compiling() and (hidden.is_neg() or weight.is_neg()):
         return "the sign of an operand is not in memory"  # operators of torch.compile get copies
-    if weight.shape[1] == 0 or weight.shape[1] * dtype.itemsize % 16 or not has_wide_rows(weight):
+    row_bytes = weight.shape[1] * dtype.itemsize
+    if row_bytes == 0 or row_bytes % 16 or not has_wide_rows(weight):
         return "rows of the weight are not contiguous multiples of 16 bytes"
     return None

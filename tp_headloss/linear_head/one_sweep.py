@@ -45,24 +45,11 @@ def sweep_statistics(
     """
     linear, request, check = call.linear, call.request, options.check
     facts, upstream = request.facts, _declared_upstream(call)
-    direct = linear.main_grad and linear.upstream is not None
     if check:  # before anything is added to a main_grad
         check_range(labels, facts.ignore_index, facts.vocab_size)
-    bias = request.tensors.bias
-    wanted = sweeps.Gradients(
-        call.hidden.dtype
-        if call.hidden.requires_grad or call.facts.hidden_grad != "none"
-        else None,
-        (torch.float32 if linear.main_grad else call.weight.dtype)
-        if call.weight.requires_grad
-        else None,
-        None if bias is None or not bias.requires_grad else bias.dtype,
-        MainGrad(call.weight).main_grad if direct and call.weight.requires_grad else None,
-    )
-    if direct:  # raises if there are any
-        message = "a declared upstream with main_grad adds to it in the forward: this head cannot be checkpointed"
-        with torch.autograd.graph.disable_saved_tensors_hooks(message):
-            pass
+    wanted = _wanted_gradients(call)
+    if wanted.main_grad is not None:
+        _refuse_checkpoints()
     objective = _objective(call, objective_of(upstream))
     one_read = None
     if in_one_read is not None:
@@ -82,6 +69,31 @@ def sweep_statistics(
     weight_grad = None if wanted.main_grad is not None else sums.sum
     declared = None if linear.upstream is None else upstream
     return stats, OneSweepGradients((hidden_grad, weight_grad, sums.bias), declared)
+
+
+def _wanted_gradients(call: LinearCall) -> sweeps.Gradients:
+    """Return which gradients a call needs, and in which dtypes."""
+    linear, weight, bias = call.linear, call.weight, call.request.tensors.bias
+    hidden = weight_sums = of_bias = main_grad = None
+    if call.hidden.requires_grad or call.facts.hidden_grad != "none":
+        hidden = call.hidden.dtype
+    if weight.requires_grad:
+        weight_sums = torch.float32 if linear.main_grad else weight.dtype
+    if weight.requires_grad and linear.main_grad and linear.upstream is not None:
+        main_grad = MainGrad(weight).main_grad
+    if bias is not None and bias.requires_grad:
+        of_bias = bias.dtype
+    return sweeps.Gradients(hidden, weight_sums, of_bias, main_grad)
+
+
+def _refuse_checkpoints():
+    """Raise RuntimeError within a checkpoint, which would add to a main_grad twice."""
+    message = (
+        "a declared upstream with main_grad adds to it in the forward: this head cannot be "
+        "checkpointed"
+    )
+    with torch.autograd.graph.disable_saved_tensors_hooks(message):  # raises if there are any
+        pass
 
 
 def _declared_upstream(call: LinearCall) -> torch.Tensor:

@@ -16,6 +16,7 @@ gradient is a block.
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -240,34 +241,62 @@ def gradient(
     buffers = _Buffers(hidden, weight, request, min(blocks.tokens, n), min(columns, width), linear)
     valid_rows = [_Rows(weight[v], facts.valid_width - v.start) for v in ids]
     sums = WeightSums(weight, wanted, len(tokens))
-    hidden_grad = end = None  # end: of the exchange
-    if wanted.hidden is not None:
-        hidden_grad = hidden.new_empty(hidden.shape, dtype=wanted.hidden)
+    hidden_sums = HiddenSums(hidden, wanted, len(ids), linear, facts)
     for t in tokens:
-        rows = None if hidden_grad is None else hidden_grad[t]
-        if (
-            rows is not None
-            and ids[0] is not ids[-1]
-            and (exact := accumulation_dtype(rows.dtype)) != rows.dtype
-        ):
-            rows = rows.new_empty(rows.shape, dtype=exact)
-        upstream = (
-            merged[:, t].contiguous(),
-            {name: g[t].contiguous() for name, g in grads.items() if g is not None},
-        )
+        of_tokens = {name: g[t].contiguous() for name, g in grads.items() if g is not None}
+        merged_rows = merged[:, t].contiguous()
+        rows = hidden_sums.rows(t)
         for v, known in zip(ids, valid_rows):
-            found = buffers.gradient(t, v, *upstream)
+            found = buffers.gradient(t, v, merged_rows, of_tokens)
             # before dW, whose GEMM hides the exchange of the last one
-            if hidden_grad is not None and rows is not None:
-                known.multiply(rows, found, add=v is not ids[0])
-                if v is ids[-1] and rows.dtype != hidden_grad.dtype:
-                    hidden_grad[t] = rows
-                if v is ids[-1] and t is tokens[-1] and linear.hidden_grad != "none":
-                    end = comm.reduce_hidden(
-                        hidden_grad, linear.hidden_grad, facts.world_size, facts.group_name
-                    )
+            hidden_sums.add(rows, v is ids[0], found, known)
+            if v is ids[-1]:
+                hidden_sums.store(rows, t, is_last=t is tokens[-1])
             sums.add(t is tokens[0], v, found, hidden[t])
-    return hidden_grad if end is None else end(), sums
+    return hidden_sums.reduced(), sums
+
+
+class HiddenSums:
+    """dH [N, H], summed over blocks of ids one after the other, and reduced over ranks."""
+
+    def __init__(self, hidden, wanted: Gradients, blocks_of_ids: int, linear: LinearFacts, facts):
+        self.linear, self.facts = linear, facts
+        self.whole: torch.Tensor | None = None
+        self.end: Callable[[], torch.Tensor] | None = None  # of the exchange
+        if wanted.hidden is not None:
+            self.whole = hidden.new_empty(hidden.shape, dtype=wanted.hidden)
+        self.is_exact = blocks_of_ids == 1  # no sum that would be rounded between its parts
+
+    def rows(self, tokens: slice) -> torch.Tensor | None:
+        """Return memory for the sum of a block of tokens, or None."""
+        if self.whole is None:
+            return None
+        rows = self.whole[tokens]
+        exact = accumulation_dtype(rows.dtype)
+        return (
+            rows
+            if self.is_exact or exact == rows.dtype
+            else rows.new_empty(rows.shape, dtype=exact)
+        )
+
+    def add(self, rows, is_first: bool, gradient, weight_rows: _Rows):
+        """Add a block of ids; gradient: [tokens, ids] of its logits."""
+        if rows is not None:
+            weight_rows.multiply(rows, gradient, add=not is_first)
+
+    def store(self, rows, tokens: slice, is_last: bool):
+        """Round the sum of a block of tokens, and begin to reduce all of them after the last."""
+        if self.whole is None:
+            return
+        if rows.dtype != self.whole.dtype:
+            self.whole[tokens] = rows
+        if is_last and self.linear.hidden_grad != "none":
+            group = self.facts.world_size, self.facts.group_name
+            self.end = comm.reduce_hidden(self.whole, self.linear.hidden_grad, *group)
+
+    def reduced(self) -> torch.Tensor | None:
+        """Return dH, reduced."""
+        return self.whole if self.end is None else self.end()
 
 
 def sweep_blocks(
