@@ -22,7 +22,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .numerics_triton import tanh_and_slope, widen
+from .numerics_triton import settle, tanh_and_slope, widen
 from .records_triton import Chunk
 
 
@@ -261,3 +261,10 @@ def put(packet, row, value):
 def write(pointer, joined, row, value):
     """Store one row of BLOCK tokens."""
     tl.store(pointer + row * joined.n + joined.token, value, mask=joined.here)
+
+
+@triton.jit
+def report(pointer, joined, row, value, bad):
+    """Store one row of BLOCK tokens in fp32, 0 where ignored and NaN where bad; no row, nothing."""
+    if row is not None:
+        write(pointer, joined, row, settle(value, bad, joined.ignored))
