@@ -21,7 +21,7 @@ GROUPS = {
         ("engine/ways/prepared_triton.py", "PreparedLaunches._serves", "self.places == (*place_of(logits), *place_of(labels))", "True"),
         ("head_loss/reduction.py", "fused_reduction", "x.requires_grad or x.device != device", "x.device != device"),
         ("head_loss/reduction.py", "fused_reduction", "definition.reduction == 'sum'", "False"),
-        ("engine/ways/__init__.py", "_place", "type(divisor)", "None"),
+        ("engine/ways/__init__.py", "_place", "type(given)", "None"),
     ],
     "test_row_function_generated": [
         ("engine/one_read/rows.py", "_expression", "expression is None or keywords", "expression is None"),

@@ -125,3 +125,4 @@ def direct(dz, state, tile, token, grads, inputs, rows):
 
 STATISTICS = MERGE = None
 GRADIENT = Gradient(nothing_loaded, direct=direct)
+SECOND = divergence_kernel

@@ -7,7 +7,13 @@ import triton
 import triton.language as tl
 
 from . import tail_triton
-from .entries_triton import entries_in_chunk, entry_softmax, jensen_shannon_parts, store_entry_sums
+from .entries_triton import (
+    entries_in_chunk,
+    entry_divergence_kernel,
+    entry_softmax,
+    jensen_shannon_parts,
+    store_entry_sums,
+)
 from .family_triton import Gradient, Merge, Statistics, nothing_folded, read, report, upstream
 from .numerics_triton import decay, exp, log1p, settle, weigh
 
@@ -256,3 +262,4 @@ def direct(dz, state, tile, token, grads, inputs, rows):
 STATISTICS = Statistics(tail_triton.start, tail_triton.rescale, tail_triton.add, store)
 MERGE = Merge(start_merge, peak, add_packet, nothing_folded, finish)
 GRADIENT = Gradient(load, coefficient, at_target, direct)
+SECOND = entry_divergence_kernel
