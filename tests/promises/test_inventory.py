@@ -1,6 +1,7 @@
 """Whatever the package has is tested and documented: a new statistic or host fails here until it
 is, and the message says what is missing."""
 
+import ast
 import re
 
 import bounds
@@ -80,6 +81,14 @@ def test_every_family_has_a_table_of_its_statistics():
         page = __import__(type(family).__module__, fromlist=["__doc__"]).__doc__ or ""
         missing = [name for name in family.statistics if not re.search(rf"\b{name}\b", page)]
         assert not missing, f"{type(family).__module__} begins without a word about {missing}"
+
+
+def test_the_engine_names_no_statistic():
+    """Families state what it has to know. One read has a kernel of its own, and ways that ask it."""
+    for path in sorted((ROOT / "tp_headloss/engine").glob("*.py")):
+        nodes = ast.walk(ast.parse(path.read_text()))
+        words = {node.value for node in nodes if isinstance(node, ast.Constant)}
+        assert not words & {*STATISTICS}, f"{path.name} names {sorted(words & {*STATISTICS})}"
 
 
 def test_one_read_adds_up_the_families_that_say_so():
