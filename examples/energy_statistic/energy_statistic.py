@@ -9,7 +9,7 @@ import triton.language as tl
 
 from tp_headloss.statistics import family_triton as hooks
 from tp_headloss.statistics.family import Family, row_sum
-from tp_headloss.statistics.numerics_triton import lane_sum, settle
+from tp_headloss.statistics.numerics_triton import lane_sum
 
 
 @triton.jit
@@ -34,7 +34,7 @@ def fold(state, packet, rows):
 
 @triton.jit
 def finish(state, joined, out, inputs, rows):
-    hooks.write(out.value, joined, rows.value.energy, settle(state[0], joined.bad, joined.ignored))
+    hooks.report(out.value, joined, rows.value.energy, state[0], joined.bad)
 
 
 @triton.jit

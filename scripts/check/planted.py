@@ -217,6 +217,8 @@ GROUPS = {
         ("statistics/at_ids.py", "log_probs_at", "shift.double()", "0.0"),
         ("engine/at_ids_triton.py", "at_ids_statistics_kernel", "columns // inputs.chunk_size == chunk", "True"),
         ("engine/at_ids_triton.py", "at_ids_merge_kernel", "(ids < 0) | (whole == 0.0)", "whole == 0.0"),
+        ("engine/triton.py", "logits_gradient", "_sums_at_ids(grads[name], inputs.ids)", "grads[name]"),
+        ("engine/device_layout.py", "DeviceLayout.gradient_lists", "family.id_list and not set(family.gradients).isdisjoint(names)", "False"),
         ("engine/at_ids_triton.py", "at_ids_sums_kernel", "tl.where(ids == other, g, 0.0)", "tl.where(place == k, g, 0.0)"),
         ("linear_head/one_sweep.py", "_objective", "ids[here]", "ids"),
         ("linear_head/valid_tokens.py", "ValidTokens._spread_one", "x.dim() > 1", "False"),
@@ -232,6 +234,8 @@ GROUPS = {
         ("call/sets.py", "check_ids", "labels.reshape(-1) != ignore_index", "True"),
     ],
     "test_topk_distillation test_topk": [
+        ("statistics/family_triton.py", "report", "settle(value, bad, joined.ignored)", "settle(value, bad, False)"),
+        ("statistics/family_triton.py", "open_second", "tl.where(ignored, 0, size_of_chunk(inputs, first, valid_width))", "size_of_chunk(inputs, first, valid_width)"),
         ("call/sets.py", "check_ids", "known & (ids >= vocab_size)", "ids >= vocab_size"),
         ("call/sets.py", "check_entries", "(masked_ids(teacher).reshape(-1, count) >= 0) & (given != -torch.inf)", "masked_ids(teacher).reshape(-1, count) >= 0"),
         ("call/sets.py", "check_entries", "~(mass <= LARGEST_MASS + rounding.clamp(max=0.1))", "mass > 1e6"),

@@ -13,6 +13,7 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
+from known import TRAINED
 from ranks import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -77,7 +78,7 @@ def shard_run(group, device, case):
         options=hl.Options(backend=case.backend, transport=case.transport),
     )  # fmt: skip
     generator = torch.Generator().manual_seed(2)
-    names = [name for name in oracle.NAMES if getattr(stats, name) is not None]
+    names = [name for name in TRAINED if getattr(stats, name) is not None]
     upstream = {name: torch.randn(len(labels), generator=generator) for name in names}
     sum((getattr(stats, name) * upstream[name].to(device)).sum() for name in names).backward()
     values = {

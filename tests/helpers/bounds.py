@@ -12,6 +12,7 @@ an ex2.approx of a rounded product, which costs 3 d_j + 16 in place of d_j + 8.
 Whatever is smaller than 2^-126 of the row's maximum may be flushed to 0.
 """
 
+from collections import defaultdict
 from typing import NamedTuple
 
 import torch
@@ -119,15 +120,13 @@ def values(z, labels, weight, truth, r: Rounding) -> dict:
 def gradient(z, labels, weight, grads, errors, r: Rounding):
     """Upstream gradients and their own errors {name: [N]} -> error of d/dz [N, V]."""
     w, u = row(z, r), r.unit
-    zero = torch.zeros(len(z), dtype=torch.float64)
-    names = ("lse", "log_prob", "target_logit", "entropy", "collision", "total")
-    g = {name: grads.get(name, zero).abs() for name in names}
-    dg = {name: errors.get(name, zero) for name in g}
+    zero = torch.zeros(len(z), 1, dtype=torch.float64)
+    g = defaultdict(lambda: zero, {name: x[:, None].abs() for name, x in grads.items()})
+    dg = defaultdict(lambda: zero, {name: x[:, None] for name, x in errors.items()})
     eps = w.eta + w.of_sum + 4 * u
     if labels is not None:  # z_y = log_prob + lse
         for name in ("lse", "log_prob"):
             g[name], dg[name] = g[name] + g["target_logit"], dg[name] + dg["target_logit"]
-    g, dg = ({name: x[:, None] for name, x in one.items()} for one in (g, dg))
     log_ratio = torch.where(w.p > 0, (w.log_p + w.entropy).abs(), 0.0)
     of_mean = (w.p * w.eta * (1 + w.d)).sum(-1, keepdim=True) + (w.of_sum + 4 * u) * w.mean
     of_ratio = w.apart + 4 * u * (w.d + w.mean) + of_mean

@@ -3,6 +3,7 @@
 import bounds
 import oracle
 import torch
+from known import TRAINED
 from topk_oracle import BETA
 
 
@@ -169,7 +170,7 @@ class Truth:
     def gradient(self, grads, errors):
         """Upstream gradients {name: [N]} and their errors -> d/dx [N, V] and its error, before the
         last rounding."""
-        own = {name: g for name, g in grads.items() if name in oracle.NAMES}
+        own = {name: g for name, g in grads.items() if name in TRAINED}
         one = torch.ones_like(self.z)
         dz = oracle.gradient(self.z, one, self.labels, own, self.weight)
         error = bounds.gradient(self.z, self.labels, self.weight, own, errors, self.r)

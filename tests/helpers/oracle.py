@@ -7,8 +7,6 @@ tensors are float64 on the CPU.
 
 import torch
 
-NAMES = ("lse", "log_prob", "target_logit", "entropy", "collision", "total")
-
 
 def transform(x, bias=None, scale=1.0, softcap=None, temperature=1.0):
     """Raw logits [N, V] of any dtype -> z and dz/dx in float64."""

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from hypothesis import strategies as st
 from hypothesis.internal.conjecture import providers
+from known import PLAIN
 
 from tp_headloss.statistics import AT_IDS, FAMILIES, FULL_TEACHER, OVER_SETS, TOPK_TEACHER
 
@@ -19,10 +20,6 @@ from tp_headloss.statistics import AT_IDS, FAMILIES, FULL_TEACHER, OVER_SETS, TO
 # change nothing.)
 providers._get_local_constants = providers.Constants
 
-PLAIN = tuple(  # need no other argument than logits, or labels
-    name for family in FAMILIES for name in family.statistics
-    if name not in (*FULL_TEACHER, *TOPK_TEACHER, *OVER_SETS, *AT_IDS) and not family.needs_label_logits
-)  # fmt: skip
 DRAWN = {*PLAIN, *FULL_TEACHER, *TOPK_TEACHER, *OVER_SETS, *AT_IDS, "rank"}
 DIFFERENTIABLE = tuple(name for family in FAMILIES for name in family.gradients)
 LAYOUTS = ("contiguous", "transposed", "columns", "sliced", "misaligned", "expanded")

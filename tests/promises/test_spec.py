@@ -1,6 +1,8 @@
 """Every argument of a checked function has a line, and what the line rules out is refused by the
 argument's name."""
 
+import contextlib
+import importlib
 import inspect
 import re
 from unittest import mock
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from energy_statistic import Energy
+from known import modules_of_integrations
 from lines import MASK, OF_OTHERS, B, S, right, wrong
 
 import tp_headloss as hl
@@ -159,6 +162,25 @@ CHECKED |= {
 
 def test_every_loss_has_lines():
     assert set(LOSSES) <= set(CHECKED)
+
+
+def functions_of_hosts() -> list:
+    """Checked functions of tensors in the adapters that can be imported without their host."""
+    found = []
+    for name in modules_of_integrations():
+        with contextlib.suppress(ImportError):
+            module = importlib.import_module(f"tp_headloss.integrations.{name}")
+            functions = [f for f in vars(module).values() if inspect.isfunction(f)]
+            own = [f for f in functions if f.__module__ == module.__name__ and hasattr(f, "lines")]
+            found += [f for f in own if any(map(tensor_line, f.lines.values()))]
+    return found
+
+
+def test_every_function_of_a_host_has_a_right_call():
+    found = functions_of_hosts()
+    assert len(found) > 10
+    missing = sorted({f"{f.__module__}.{f.__name__}" for f in found if f not in HOSTS})
+    assert not missing, f"no right call of {missing} in HOSTS of tests/promises/test_spec.py"
 
 
 def tensor_line(line):

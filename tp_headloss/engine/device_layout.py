@@ -10,7 +10,6 @@ import triton.language as tl
 from .. import statistics
 from ..statistics import Layout
 from ..statistics.records_triton import Outputs
-from ..statistics.topk import has_tail
 from .launch import INTERPRETED
 
 
@@ -37,16 +36,17 @@ class DeviceLayout:
             2 + flags.index(name) if name in flags else None for name in Outputs._fields[2:]
         )
         families = layout.families[1:]  # carriers know the softmax by name
-        self.statistics = tuple(
-            family.device.STATISTICS for family in families if family.device.STATISTICS
+        streaming = [family for family in families if family.device.STATISTICS]
+        self.statistics = tuple(family.device.STATISTICS for family in streaming)
+        # whether the forward, which adds up one family besides the softmax, fits into few registers
+        self.is_lean = len(streaming) == 1 and streaming[0].is_lean(layout.call)
+        # kernels of the second exchange, and the list of ids that each reads in place of all columns
+        self.second_kernels = tuple(
+            (family.device.SECOND, family.id_list)
+            for family in families
+            if family.second_rows(layout.call)
         )
-        # whether a top-K teacher's tail, without its moment, is all that a forward adds up besides
-        # the softmax
-        self.tail_alone = (
-            has_tail(layout.want)
-            and len(self.statistics) == 1
-            and "tail_moment" not in layout.packet
-        )
+        self.per_id = layout.per_id
         self.merge = tuple(family.device.MERGE for family in families if family.device.MERGE)
         self.grads = _grads_type(statistics.FAMILIES)
         self._gradients = [family for family in families if family.device.GRADIENT]
@@ -55,6 +55,15 @@ class DeviceLayout:
     def outputs(self, tensors: list) -> Outputs:
         """The outputs of `Layout.empty_outputs` by name."""
         return Outputs(*tensors[:2], *[None if at is None else tensors[at] for at in self._flags])
+
+    def gradient_lists(self, names: tuple[str, ...]) -> list[str]:
+        """The lists, fields of `Lists`, at whose ids one of these gradients is another one than at
+        other columns."""
+        return [
+            family.id_list
+            for family in self._gradients
+            if family.id_list and not set(family.gradients).isdisjoint(names)
+        ]
 
     def gradient_hooks(self, names: tuple[str, ...]) -> tuple:
         """The GRADIENT of each family that reads one of these upstream gradients."""

@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 
 from ..statistics import softmax_triton as softmax
-from ..statistics.family_triton import read, row_factors, teacher_scales, transform
+from ..statistics.family_triton import columns_of_row, find_label, read, size_of_chunk, transform
 from ..statistics.numerics_triton import INTERPRETED, lane_sum, rounded
-from ..statistics.records_triton import Chunk, Core, Lists, Packet, Tile, Token
+from ..statistics.records_triton import Core, Lists, Packet, Tile, Token
 from .gradient_triton import tile_gradient
 from .kernels import add_to_states, start_states
 from .merge_triton import add_packet, peaks
@@ -47,23 +47,10 @@ def _chunk_of_rows(
     """The part of a chunk that is one tile; `target` is where a label's column is among the
     chunk's, or -1."""
     # of ignored tokens, too: nobody reads it
-    size = tl.maximum(tl.minimum(inputs.chunk_size, valid_width - first), 0)
-    pre, post = row_factors(inputs, row)
-    teacher_scale, student_scale = teacher_scales(inputs, row, n_rows)
-    target = -1
-    ignored = False
-    owned = False
-    if inputs.labels is not None:
-        y = tl.load(inputs.labels + row).to(tl.int64)
-        ignored = y == ignore_index
-        target = y - start - first
-        owned = (
-            (target >= offset) & (target < tl.minimum(offset + COLUMNS, size)) & (y != ignore_index)
-        )
-        target = tl.where(owned, target, -1).to(tl.int32)
-    return Chunk(
-        row, first, size, start, target, owned, ignored, pre, post, teacher_scale, student_scale
-    )
+    size = size_of_chunk(inputs, first, valid_width)
+    end = tl.minimum(offset + COLUMNS, size)
+    target, owned, ignored = find_label(inputs, row, first, offset, end, start, ignore_index)
+    return columns_of_row(inputs, row, first, size, n_rows, start, target, owned, ignored)
 
 
 @triton.jit
@@ -264,9 +251,7 @@ def linear_gradient_kernel(
         row = tl.minimum((i * ROWS + tl.arange(0, ROWS))[:, None], n_rows - 1).to(tl.int64)
         whole = tl.load(merged_ptr + rows.sum * n + row)
         ignored = whole == 0.0
-        pre, post = row_factors(inputs, row)
-        teacher_scale, a = teacher_scales(inputs, row, n_rows)
-        chunk = Chunk(row, 0, valid_width, start, -1, False, ignored, pre, post, teacher_scale, a)
+        chunk = columns_of_row(inputs, row, 0, valid_width, n_rows, start, -1, False, ignored)
         strips = _strips(acc, STRIP)
         for k in tl.static_range(len(strips)):
             first = j * COLUMNS + k * STRIP
@@ -278,7 +263,7 @@ def linear_gradient_kernel(
                 merged_ptr + row,
                 whole,
                 ignored,
-                a,
+                chunk.student_scale,
                 Lists(start, start, start),
                 start,
                 written,

@@ -11,15 +11,14 @@ import triton.language as tl
 
 from ..statistics import softmax_triton as softmax
 from ..statistics.family_triton import (
+    columns_of_row,
     load_logits,
     load_teacher,
     loss_of_row,
     open_chunk,
-    row_factors,
-    teacher_scales,
 )
 from ..statistics.numerics_triton import largest, widen
-from ..statistics.records_triton import Chunk, Core, Lists, Tile, Token
+from ..statistics.records_triton import Core, Lists, Tile, Token
 from .gradient_triton import put_lists, store_exact, tile_gradient
 from .merge_triton import merge_tokens
 from .transports.symmetric_memory_triton import slot_to_write
@@ -265,16 +264,14 @@ def gradient_part(
     n, merged = n_rows.to(tl.int64), merged_ptr + row
     whole = tl.load(merged + rows.sum * n)
     ignored = whole == 0.0
-    pre, post = row_factors(inputs, row)
-    teacher_scale, a = teacher_scales(inputs, row, n_rows)
-    chunk = Chunk(row, 0, valid_width, start, -1, False, ignored, pre, post, teacher_scale, a)
+    chunk = columns_of_row(inputs, row, 0, valid_width, n_rows, start, -1, False, ignored)
     token = Token(
         row,
         n,
         merged,
         whole,
         ignored,
-        a,
+        chunk.student_scale,
         Lists(start, start, start),
         start,
         False,

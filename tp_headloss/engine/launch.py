@@ -19,7 +19,8 @@ if TRITON < OLDEST:
 # ruff: noqa: E402
 from triton import knobs
 
-from ..statistics import numerics_triton
+from .. import statistics
+from ..statistics import names_stated, numerics_triton
 
 INTERPRETED = numerics_triton.INTERPRETED.value
 # versions whose compiled kernels take the arguments that `launch` gives them (its fast path was run
@@ -51,9 +52,7 @@ def next_power_of_2(n: int) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def statistics_launch(
-    chunk_size: int, has_teacher: bool = False, tail_alone: bool = False
-) -> Launch:
+def statistics_launch(chunk_size: int, has_teacher: bool = False, is_lean: bool = False) -> Launch:
     """Tile of the forward. Its width decides the order of additions, so it depends on the
     vocabulary alone.
 
@@ -70,14 +69,15 @@ def statistics_launch(
     1049, 1024/1 1060
     """
     block = min(256 if has_teacher else 512, max(128, next_power_of_2(chunk_size)))
-    return Launch(block, 1, 72 if tail_alone else None)
+    return Launch(block, 1, 72 if is_lean else None)
 
 
 @functools.lru_cache(maxsize=1024)
 def gradient_launch(
     width: int, grads: tuple[str, ...], has_softcap: bool = False, is_transformed: bool = False
 ) -> Launch:
-    """Tile of the backward, by the names of the statistics that have upstream gradients.
+    """Tile of the backward, by the names of the statistics that have upstream gradients, of which
+    families state what the tile depends on. A name has one family as long as the process lives.
 
     32064 wide: 2048/2 251, 4096/4 252, 2048/4 254, 1024/2 281, 512/1 326; with entropy: 4096/4 263,
     2048/4 272 128256 wide: 2048/2 986, 1024/2 988, 2048/4 989, 4096/4 998; with entropy: 4096/4
@@ -93,37 +93,25 @@ def gradient_launch(
     1201
     """
     widest = max(256, next_power_of_2(width))
-    if "entropy" in grads or "jsd" in grads:
+    if not names_stated("wide_gradients").isdisjoint(grads):
         return Launch(min(4096, widest), 4)
     if has_softcap:
         return Launch(min(512, widest), 1)
-    if not _PER_COLUMN.isdisjoint(grads):
-        return Launch(min(1024, widest), 2)
-    has_tail = not _TAIL.isdisjoint(grads)
-    how = Launch(min(1024, widest), 2, 64) if has_tail else Launch(min(2048, widest), 4, 48)
-    is_limited = not _AT_ENTRIES.isdisjoint(grads) and _FEW.issuperset(grads) and not is_transformed
-    return how if is_limited else how._replace(registers=None)
+    is_narrow = not names_stated("narrow_gradients").isdisjoint(grads)
+    how = Launch(min(1024, widest), 2, 64) if is_narrow else Launch(min(2048, widest), 4, 48)
+    is_lean = names_stated("lean_gradients").issuperset(grads) and not is_transformed
+    return how if is_lean and _read_lists(grads) else how._replace(registers=None)
 
 
-_TAIL = frozenset(("tail_log_mass", "tail_entropy"))
-_AT_ENTRIES = frozenset(
-    (
-        "topk_forward_kl",
-        "vocab_forward_kl",
-        "topk_reverse_kl",
-        "topk_log_mass",
-        "tail_log_mass",
-        "log_probs_at",
-    )
-)
-_FEW = _AT_ENTRIES | {"log_prob", "lse"}  # those that the limits above leave without spills
-# whose gradient reads a teacher's logits
-_PER_COLUMN = frozenset(("forward_kl", "reverse_kl", "total_variation"))
+def _read_lists(grads: tuple[str, ...]) -> bool:
+    """True if one of these gradients is another one at the ids of a list."""
+    families = (family for family in statistics.FAMILIES if family.id_list)
+    return any(name in family.gradients for family in families for name in grads)
 
 
-def entries_launch(n_entries: int) -> Launch:
-    """Tile of the second exchange over a top-K teacher's entries."""
-    return Launch(min(128, max(16, next_power_of_2(n_entries))), 1)
+def list_launch(n_ids: int) -> Launch:
+    """Tile of the second exchange over a token's list of ids."""
+    return Launch(min(128, max(16, next_power_of_2(n_ids))), 1)
 
 
 def small_sets_launch(most: int | None) -> Launch:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from ..ranks.comm import gather_parts, reduce_in_place
-from ..statistics import MaybeNone
+from ..statistics import AT_IDS, MaybeNone
 from ..statistics.at_ids import gradients_of_log_probs_at
 from .backend import load_backend
 from .request import Request, accumulation_dtype
@@ -107,12 +107,13 @@ def linear_packets(hidden, weight, request: Request, rounded: bool, budget: int)
 
 
 def kernel_gradients(upstream: dict, ids: torch.Tensor | None = None) -> dict:
-    """Convert upstream gradients to what backends take: target_logit is log_prob + lse,
-    log_probs_at logits - lse."""
+    """Convert upstream gradients to what backends take: target_logit is log_prob + lse, log-probs
+    of given ids are logits - lse."""
     grads = {name: g for name, g in upstream.items() if g is not None}
-    if "log_probs_at" in grads and ids is not None:
-        grads["log_probs_at"], lse = gradients_of_log_probs_at(grads["log_probs_at"], ids)
-        grads["lse"] = lse if "lse" not in grads else grads["lse"] + lse
+    for name in AT_IDS:
+        if name in grads and ids is not None:
+            grads[name], lse = gradients_of_log_probs_at(grads[name], ids)
+            grads["lse"] = lse if "lse" not in grads else grads["lse"] + lse
     if (target_logit := grads.pop("target_logit", None)) is not None:
         for name in ("lse", "log_prob"):
             grads[name] = target_logit if name not in grads else grads[name] + target_logit

@@ -3,9 +3,7 @@ contract."""
 
 import torch
 
-from .. import statistics
-from ..statistics import Layout, distinct_triton, entries_triton, softmax_triton
-from ..statistics.divergence_triton import divergence_kernel
+from ..statistics import Layout, distinct_triton, softmax_triton
 from ..statistics.records_triton import Inputs, Lists, LossGradient
 from ..statistics.topk import distinct_entries
 from . import at_ids_triton, kernels
@@ -20,10 +18,10 @@ from .launch import (
     Launch,
     ceil_div,
     dtype_key,
-    entries_launch,
     gradient_launch,
     int_key,
     launch,
+    list_launch,
     next_power_of_2,
     pointer_key,
     small_sets_launch,
@@ -38,8 +36,6 @@ from .transports.symmetric_memory_triton import shared_memory
 from .ways.prepared_triton import PreparedLaunches  # noqa: F401 (part of the contract)
 
 MOST_ENTRIES = 1024  # that one program sorts
-# statistics whose gradient is another at a list's ids than at other columns
-OF_LISTS = Lists(ids=statistics.AT_IDS, sets=statistics.OVER_SETS, entries=statistics.TOPK_TEACHER)
 
 
 def shares_memory(logits) -> bool:
@@ -93,9 +89,7 @@ def local_statistics(packets, request: Request, memory=None):
         kernels.statistics_kernel,
         n_rows * facts.chunks,
         variant,
-        statistics_launch(
-            facts.chunk_size, inputs.teacher is not None, rows.tail_alone and is_plain
-        ),
+        statistics_launch(facts.chunk_size, inputs.teacher is not None, rows.is_lean and is_plain),
         packets,
         inputs,
         shared,
@@ -171,23 +165,14 @@ def second_statistics(packets, request: Request, merged):
     if n_rows == 0:
         return
     inputs, prepared = inputs_of(request)
-    names = request.layout.second
     programs, variant = n_rows * facts.chunks, (packets.device, prepared.variant)
     inputs = inputs._replace(labels=None, column_weight=None)
     bounds = n_rows, facts.start, facts.valid_width, facts.chunks
     given = packets, inputs, merged, rows.merged, rows.second, *bounds
-    if "jsd" in names or "total_variation" in names:
-        launch(
-            divergence_kernel, programs, variant, statistics_launch(facts.chunk_size, True), *given
-        )
-    if "topk_jsd" in names or "vocab_jsd" in names:
-        launch(
-            entries_triton.entry_divergence_kernel,
-            programs,
-            variant,
-            entries_launch(inputs.n_entries),
-            *given,
-        )
+    for kernel, id_list in rows.second_kernels:
+        columns = statistics_launch(facts.chunk_size, True)
+        how = columns if id_list is None else list_launch(getattr(inputs, id_list).shape[1])
+        launch(kernel, programs, variant, how, *given)
 
 
 def merge_second(packets, outputs: list[torch.Tensor], layout: Layout):
@@ -223,14 +208,13 @@ def logits_gradient(out, request: Request, merged, grads: dict, loss=None):
         return
     (n_rows, width), strides, facts, names = out.shape, out.stride(), request.facts, tuple(grads)
     (inputs, prepared), rows = inputs_of(request), device_layout(request.layout)
-    lists = [
-        name for name, served in OF_LISTS._asdict().items() if not grads.keys().isdisjoint(served)
-    ]
+    lists = rows.gradient_lists(names)
     exact = Lists(
         **{name: torch.empty_like(getattr(inputs, name), dtype=out.dtype) for name in lists}
     )
-    if exact.ids is not None:
-        grads = grads | {"log_probs_at": _sums_at_ids(grads["log_probs_at"], inputs.ids)}
+    for name in rows.per_id:
+        if name in grads:
+            grads = grads | {name: _sums_at_ids(grads[name], inputs.ids)}
     is_transformed = inputs.pre is not None or inputs.bias is not None
     hooks, how = (
         rows.gradient_hooks(names),
@@ -292,7 +276,7 @@ def _upstream(rows: DeviceLayout, grads: dict, loss):
     """The upstream gradients and the reduced loss as kernels take them, and what Triton compiles
     about them."""
     upstream = rows.grads(*map(grads.get, rows.grads._fields))
-    kinds = tuple(grads), pointer_key(upstream.log_probs_at)
+    kinds = tuple(grads), *[pointer_key(grads.get(name)) for name in rows.per_id]
     if loss is None:
         return upstream, NO_LOSS, kinds
     gradient, _inverse, weight = loss

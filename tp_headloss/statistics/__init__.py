@@ -61,6 +61,11 @@ def known_statistics() -> tuple[str, ...]:
     return tuple(name for family in FAMILIES for name in family.statistics)
 
 
+def names_stated(attribute: str) -> frozenset[str]:
+    """The names that families state by an attribute, "wide_gradients" say."""
+    return frozenset(name for family in FAMILIES for name in getattr(family, attribute))
+
+
 def names_without_sums(want: tuple[str, ...]) -> list[str]:
     """The names among `want` whose merged sums cannot be added up, as transport="sum" does."""
     return [

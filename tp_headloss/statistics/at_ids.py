@@ -18,8 +18,9 @@ NONE, UNKNOWN = -1, torch.iinfo(torch.int32).max  # ids as backends take them
 
 
 class AtIdsFamily(Family):
-    statistics = gradients = ("log_probs_at",)
+    statistics = gradients = lean_gradients = ("log_probs_at",)
     values = ()
+    id_list = "ids"
 
     def per_id(self, call: Wanted) -> tuple[str, ...]:
         return self.statistics

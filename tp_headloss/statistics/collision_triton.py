@@ -12,10 +12,10 @@ from .family_triton import (
     one_sum,
     put,
     read,
+    report,
     upstream,
-    write,
 )
-from .numerics_triton import lane_sum, settle
+from .numerics_triton import lane_sum
 
 
 @triton.jit
@@ -49,9 +49,9 @@ def finish(state, joined, out, inputs, rows):
     squares = state[0]
     if rows.packet.owner is not None:
         squares = joined.factor * joined.factor * squares + joined.p_target * joined.p_target
-    collision = settle(squares / joined.whole / joined.whole, joined.bad, joined.ignored)
-    write(out.merged, joined, rows.merged.collision, collision)
-    write(out.value, joined, rows.value.collision, collision)
+    collision = squares / joined.whole / joined.whole
+    report(out.merged, joined, rows.merged.collision, collision, joined.bad)
+    report(out.value, joined, rows.value.collision, collision, joined.bad)
 
 
 @triton.jit

@@ -19,6 +19,7 @@ from .teacher import DIVERGENCES, probabilities
 
 class DivergenceFamily(Family):
     statistics = gradients = DIVERGENCES
+    wide_gradients, narrow_gradients = ("jsd",), ("total_variation",)
     values = ()
 
     def second_rows(self, call: Wanted) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from .family_triton import (
     load_logits,
     load_teacher,
     nothing_loaded,
-    open_chunk_again,
+    open_second,
     upstream,
 )
 from .numerics_triton import (
@@ -69,14 +69,13 @@ def divergence_kernel(
 ):
     """One program: the packet of the second exchange of one chunk of one row; p and q are
     probabilities by now."""
-    row = (tl.program_id(0) // chunks).to(tl.int64)
-    index = tl.program_id(0) % chunks
-    n = n_rows.to(tl.int64)
-    chunk = open_chunk_again(inputs, merged_ptr, merged, row, index, n_rows, start, valid_width)
-    shift = tl.load(merged_ptr + merged.shift * n + row)
-    log2_student = tl.log2(tl.load(merged_ptr + merged.student_sum * n + row))
-    teacher_shift = tl.load(merged_ptr + merged.teacher_shift * n + row)
-    log2_teacher = tl.log2(tl.load(merged_ptr + merged.teacher_sum * n + row))
+    chunk, out, at, n = open_second(
+        packets_ptr, inputs, merged_ptr, merged, rows, n_rows, start, valid_width, chunks
+    )
+    shift = tl.load(at + merged.shift * n)
+    log2_student = tl.log2(tl.load(at + merged.student_sum * n))
+    teacher_shift = tl.load(at + merged.teacher_shift * n)
+    log2_teacher = tl.log2(tl.load(at + merged.teacher_sum * n))
     a = chunk.student_scale * LOG2_E
     lanes = tl.arange(0, BLOCK)
     zeros = tl.zeros([BLOCK], tl.float32)
@@ -99,7 +98,7 @@ def divergence_kernel(
             inside < chunk.size, (u - teacher_shift) * LOG2_E - log2_teacher, float("-inf")
         )
         state = _add(state, log2_p, log2_q, inputs, rows)
-    _store(packets_ptr + index.to(tl.int64) * rows.height * n + row, n, state, inputs, rows, BLOCK)
+    _store(out, n, state, inputs, rows, BLOCK)
 
 
 @triton.jit
@@ -125,3 +124,4 @@ def direct(dz, state, tile, token, grads, inputs, rows):
 
 STATISTICS = MERGE = None
 GRADIENT = Gradient(nothing_loaded, direct=direct)
+SECOND = divergence_kernel

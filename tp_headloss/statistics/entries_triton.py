@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from .distinct_triton import NO_ENTRY
-from .family_triton import open_chunk_again, transform
+from .family_triton import open_second, transform
 from .numerics_triton import (
     LOG2_E,
     LOG_2,
@@ -129,18 +129,16 @@ def entry_divergence_kernel(
     BLOCK: tl.constexpr,
 ):
     """One program: the entries' packet of the second exchange of one chunk of one row."""
-    row = (tl.program_id(0) // chunks).to(tl.int64)
-    index = tl.program_id(0) % chunks
-    n = n_rows.to(tl.int64)
-    chunk = open_chunk_again(inputs, merged_ptr, merged, row, index, n_rows, start, valid_width)
-    at = merged_ptr + row
+    chunk, out, at, n = open_second(
+        packets_ptr, inputs, merged_ptr, merged, rows, n_rows, start, valid_width, chunks
+    )
     topk = tl.zeros([BLOCK], tl.float32)
     topk_mean = tl.zeros([BLOCK], tl.float32)
     vocab = tl.zeros([BLOCK], tl.float32)
     vocab_mean = tl.zeros([BLOCK], tl.float32)
     lanes = tl.arange(0, BLOCK)
     for k in range(0, inputs.n_entries, BLOCK):
-        place = row * inputs.n_entries + k + lanes
+        place = chunk.row * inputs.n_entries + k + lanes
         _columns, z, here = load_at_ids(
             inputs.entries, inputs, chunk, place, k + lanes < inputs.n_entries
         )
@@ -156,7 +154,6 @@ def entry_divergence_kernel(
             student, teacher = jensen_shannon_parts(p, q, log_tau, inputs.beta)
             vocab += tl.where(here, student + teacher, 0.0)
             vocab_mean += tl.where(here, student, 0.0)
-    out = packets_ptr + index.to(tl.int64) * rows.height * n + row
     if rows.topk_jsd is not None:
         tl.store(out + rows.topk_jsd * n, fixed_sum(topk, BLOCK))
         tl.store(out + rows.topk_jsd_mean * n, fixed_sum(topk_mean, BLOCK))

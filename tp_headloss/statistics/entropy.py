@@ -11,9 +11,10 @@ from .family import Family, Joined, Softmax, Tile, row_sum
 
 
 class EntropyFamily(Family):
-    statistics = gradients = ("entropy",)
+    statistics = gradients = wide_gradients = ("entropy",)
     packet = ("moment",)
     merged = ("mean",)  # sum p (z - M)
+    in_one_read = True
 
     def local(self, tile: Tile, softmax: Softmax, rows) -> dict[str, torch.Tensor]:
         shifted = softmax.shifted

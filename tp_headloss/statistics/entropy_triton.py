@@ -12,10 +12,10 @@ from .family_triton import (
     one_sum,
     put,
     read,
+    report,
     upstream,
-    write,
 )
-from .numerics_triton import lane_sum, settle
+from .numerics_triton import lane_sum
 
 
 @triton.jit
@@ -51,9 +51,8 @@ def finish(state, joined, out, inputs, rows):
         at_target = tl.where(joined.p_target == 0.0, 0.0, joined.p_target * joined.offset)
         moment = joined.factor * tl.fma(joined.drop, joined.others, moment) + at_target
     mean = moment / joined.whole
-    write(out.merged, joined, rows.merged.mean, settle(mean, joined.bad, joined.ignored))
-    entropy = settle(joined.log_sum - mean, joined.bad, joined.ignored)
-    write(out.value, joined, rows.value.entropy, entropy)
+    report(out.merged, joined, rows.merged.mean, mean, joined.bad)
+    report(out.value, joined, rows.value.entropy, joined.log_sum - mean, joined.bad)
 
 
 @triton.jit

@@ -116,12 +116,28 @@ class Family:
     needs_label_logits = False
     # whether merged sums of ranks can be added up, which transport="sum" does
     adds_up = True
+    # whether the kernel of `engine/one_read` adds this family up
+    in_one_read = False
+    # the list of ids, a field of `records_triton.Lists`, at which the gradient is another one than
+    # at other columns, and which the second exchange reads; None: both read all columns alike
+    id_list: str | None = None
+    # How the gradient's kernel is launched, see `engine.launch`: the names of the gradients that are
+    # quickest in wide tiles and in narrow ones, and of those that fit into few registers, so that
+    # more programs run at once.
+    wide_gradients: tuple[str, ...] = ()
+    narrow_gradients: tuple[str, ...] = ()
+    lean_gradients: tuple[str, ...] = ()
 
     def wanted(self, call: Wanted) -> bool:
         return call.any_of(self.statistics)
 
     def needs_student_sum(self, call: Wanted) -> bool:
         """True if `finish` needs sum exp(scale z) over the vocabulary."""
+        return False
+
+    def is_lean(self, call: Wanted) -> bool:
+        """True if a forward that adds up this family alone fits into few registers, so that more
+        programs run at once."""
         return False
 
     def packet_rows(self, call: Wanted) -> tuple[str, ...]:
@@ -211,8 +227,8 @@ class Family:
 
     @property
     def device(self):
-        """The module of this family's device functions: STATISTICS, MERGE and GRADIENT, as far as
-        it has them."""
+        """The module of this family's device functions: STATISTICS, MERGE and GRADIENT, None where
+        it has none of a kind, and with `second_rows` SECOND, the kernel of the second exchange."""
         return importlib.import_module(f"{type(self).__module__}_triton")
 
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .numerics_triton import tanh_and_slope, widen
+from .numerics_triton import settle, tanh_and_slope, widen
 from .records_triton import Chunk
 
 
@@ -182,39 +182,61 @@ def transform(x, columns, inputs, pre, post):
 
 
 @triton.jit
-def open_chunk(inputs, row, index, n_rows, start, valid_width, ignore_index):
-    """Chunk number `index` of a row, or its chunks of these numbers [CHUNKS, 1]."""
-    first = index * inputs.chunk_size
-    size = tl.maximum(tl.minimum(inputs.chunk_size, valid_width - first), 0)
+def columns_of_row(inputs, row, first, size, n_rows, start, target, owned, ignored):
+    """Some columns of a row, or of rows [ROWS, 1], with the factors of their tokens."""
     pre, post = row_factors(inputs, row)
     teacher_scale, student_scale = teacher_scales(inputs, row, n_rows)
-    target = -1
-    ignored = False
-    owned = False
-    if inputs.labels is not None:
-        y = tl.load(inputs.labels + row).to(tl.int64)
-        ignored = y == ignore_index
-        size = tl.where(ignored, 0, size)
-        target = y - start - first
-        owned = (target >= 0) & (target < size)
-        target = tl.where(owned, target, -1).to(tl.int32)
     return Chunk(
         row, first, size, start, target, owned, ignored, pre, post, teacher_scale, student_scale
     )
 
 
 @triton.jit
-def open_chunk_again(inputs, merged_ptr, merged, row, index, n_rows, start, valid_width):
-    """Chunk number `index` of a row in the second exchange, where the merged sum says whether the
-    row is ignored."""
+def size_of_chunk(inputs, first, valid_width):
+    """Valid columns of the chunk that begins at a column."""
+    return tl.maximum(tl.minimum(inputs.chunk_size, valid_width - first), 0)
+
+
+@triton.jit
+def find_label(inputs, row, first, begin, end, start, ignore_index):
+    """Column of the label relative to the first one of a chunk if it is one of begin .. end - 1, or
+    -1; whether it is; and whether the token is ignored."""
+    target = -1
+    owned = False
+    ignored = False
+    if inputs.labels is not None:
+        y = tl.load(inputs.labels + row).to(tl.int64)
+        ignored = y == ignore_index
+        target = y - start - first
+        owned = (target >= begin) & (target < tl.where(ignored, 0, end))
+        target = tl.where(owned, target, -1).to(tl.int32)
+    return target, owned, ignored
+
+
+@triton.jit
+def open_chunk(inputs, row, index, n_rows, start, valid_width, ignore_index):
+    """Chunk number `index` of a row."""
     first = index * inputs.chunk_size
-    ignored = tl.load(merged_ptr + merged.sum * n_rows.to(tl.int64) + row) == 0.0
-    size = tl.where(ignored, 0, tl.maximum(tl.minimum(inputs.chunk_size, valid_width - first), 0))
-    pre, post = row_factors(inputs, row)
-    teacher_scale, student_scale = teacher_scales(inputs, row, n_rows)
-    return Chunk(
-        row, first, size, start, -1, False, ignored, pre, post, teacher_scale, student_scale
-    )
+    size = size_of_chunk(inputs, first, valid_width)
+    target, owned, ignored = find_label(inputs, row, first, 0, size, start, ignore_index)
+    size = tl.where(ignored, 0, size)
+    return columns_of_row(inputs, row, first, size, n_rows, start, target, owned, ignored)
+
+
+@triton.jit
+def open_second(packets_ptr, inputs, merged_ptr, merged, rows, n_rows, start, valid_width, chunks):
+    """The chunk of this program of the second exchange, where the merged sum says whether the row is
+    ignored; pointers to its packet and to its token's first merged row, and elements between
+    rows."""
+    row = (tl.program_id(0) // chunks).to(tl.int64)
+    index = tl.program_id(0) % chunks
+    n = n_rows.to(tl.int64)
+    first = index * inputs.chunk_size
+    ignored = tl.load(merged_ptr + merged.sum * n + row) == 0.0
+    size = tl.where(ignored, 0, size_of_chunk(inputs, first, valid_width))
+    chunk = columns_of_row(inputs, row, first, size, n_rows, start, -1, False, ignored)
+    out = packets_ptr + index.to(tl.int64) * rows.height * n + row
+    return chunk, out, merged_ptr + row, n
 
 
 @triton.jit
@@ -261,3 +283,10 @@ def put(packet, row, value):
 def write(pointer, joined, row, value):
     """Store one row of BLOCK tokens."""
     tl.store(pointer + row * joined.n + joined.token, value, mask=joined.here)
+
+
+@triton.jit
+def report(pointer, joined, row, value, bad):
+    """Store one row of BLOCK tokens in fp32, 0 where ignored and NaN where bad; no row, nothing."""
+    if row is not None:
+        write(pointer, joined, row, settle(value, bad, joined.ignored))

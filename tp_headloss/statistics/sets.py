@@ -24,6 +24,7 @@ from .topk import merge_subset
 
 class SetsFamily(Family):
     statistics = gradients = ("set_log_prob", "set_entropy", "set_log_mass")
+    id_list = "sets"
 
     def packet_rows(self, call: Wanted) -> tuple[str, ...]:
         rows = ("set_max", "set_sum", "set_owner") if call.has_labels else ("set_max", "set_sum")

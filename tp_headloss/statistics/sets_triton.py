@@ -12,10 +12,10 @@ from .family_triton import (
     not_rescaled,
     nothing_folded,
     read,
+    report,
     upstream,
-    write,
 )
-from .numerics_triton import decay, exp, fixed_sum, settle, weigh
+from .numerics_triton import decay, exp, fixed_sum, weigh
 from .softmax_triton import join_target
 
 # of a chunk that are summed at once: of 1024 ids 128 are in one of 8, or some more
@@ -120,7 +120,6 @@ def add_packet(state, packet, softmax, rows):
 
 @triton.jit
 def finish(state, joined, out, inputs, rows):
-    ignored = joined.ignored
     top = state[0].to(tl.float64)
     whole = state[1]
     moment = state[2]
@@ -134,19 +133,16 @@ def finish(state, joined, out, inputs, rows):
         )
         moment = factor * tl.fma(drop, state[1], moment) + weigh(p_target, offset)
         bad = joined.bad | ~(whole > 0.0) | (state[3] != 1.0)
-        write(out.merged, joined, merged.set_others, settle(others / whole, bad, ignored))
-        if value.set_log_prob is not None:
-            write(out.value, joined, value.set_log_prob, settle(log_prob, bad, ignored))
-    write(out.merged, joined, merged.set_shift, settle(top, bad, ignored))
-    write(out.merged, joined, merged.set_sum, settle(whole, bad, ignored))
-    if value.set_entropy is not None:
-        mean = moment / whole
-        write(out.merged, joined, merged.set_mean, settle(mean, bad, ignored))
-        write(out.value, joined, value.set_entropy, settle(log_sum - mean, bad, ignored))
-    if value.set_log_mass is not None:
-        log_mass = tl.minimum(top + log_sum - joined.top - joined.log_sum, 0.0)
-        write(out.value, joined, value.set_log_mass, settle(log_mass, bad, ignored))
-        write(out.merged, joined, merged.set_outside, settle(1.0 - tl.exp(log_mass), bad, ignored))
+        report(out.merged, joined, merged.set_others, others / whole, bad)
+        report(out.value, joined, value.set_log_prob, log_prob, bad)
+    mean = moment / whole
+    log_mass = tl.minimum(top + log_sum - joined.top - joined.log_sum, 0.0)
+    report(out.merged, joined, merged.set_shift, top, bad)
+    report(out.merged, joined, merged.set_sum, whole, bad)
+    report(out.merged, joined, merged.set_mean, mean, bad)
+    report(out.value, joined, value.set_entropy, log_sum - mean, bad)
+    report(out.value, joined, value.set_log_mass, log_mass, bad)
+    report(out.merged, joined, merged.set_outside, 1.0 - tl.exp(log_mass), bad)
 
 
 @triton.jit

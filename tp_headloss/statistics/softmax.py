@@ -36,7 +36,8 @@ class SoftmaxFamily(Family):
     """The sums that every call has. Carriers treat it apart, because other families need its maxima
     and sums."""
 
-    gradients = ("lse", "log_prob")
+    gradients = lean_gradients = ("lse", "log_prob")
+    in_one_read = True
 
     def wanted(self, call: Wanted) -> bool:
         return True

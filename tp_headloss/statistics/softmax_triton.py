@@ -4,8 +4,8 @@ it."""
 import triton
 import triton.language as tl
 
-from .family_triton import put, read, row_factors, transform, write
-from .numerics_triton import decay, exp, lane_sum, log1p, settle
+from .family_triton import put, read, report, row_factors, transform, write
+from .numerics_triton import decay, exp, lane_sum, log1p
 from .records_triton import Chunk, Joined, Move, PacketSoftmax, SoftmaxTile
 
 IGNORED = tl.constexpr(2.0)  # as `softmax.IGNORED`
@@ -236,20 +236,18 @@ def fold(state, peak, packet, rows, parts):
 def finish(state, joined, out, rows):
     """Store merged rows and values of the softmax."""
     bad = joined.bad
-    ignored = joined.ignored
     if rows.packet.owner is not None:
         log_prob = 0.0 - tl.where(
             joined.target == joined.top, joined.log_sum, joined.log_sum - joined.offset
         )
         others = joined.others * joined.factor / joined.whole
-        write(out.value, joined, rows.value.log_prob, settle(log_prob, bad, ignored))
-        write(out.value, joined, rows.value.target_logit, settle(joined.target, bad, ignored))
+        report(out.value, joined, rows.value.log_prob, log_prob, bad)
+        report(out.value, joined, rows.value.target_logit, joined.target, bad)
         write(out.value, joined, rows.value.owners, state[2])
-        tl.store(out.valid + joined.token, ~ignored, mask=joined.here)
-        write(out.merged, joined, rows.merged.others, settle(others, bad, ignored))
-        write(out.merged, joined, rows.merged.target, settle(joined.offset, bad, ignored))
-    write(out.value, joined, rows.value.lse, settle(joined.top + joined.log_sum, bad, ignored))
-    write(out.merged, joined, rows.merged.shift, settle(joined.top, bad, ignored))
-    write(out.merged, joined, rows.merged.sum, settle(joined.whole, bad, ignored))
-    if rows.packet.student_sum is not None:
-        write(out.merged, joined, rows.merged.student_sum, settle(joined.student_sum, bad, ignored))
+        tl.store(out.valid + joined.token, ~joined.ignored, mask=joined.here)
+        report(out.merged, joined, rows.merged.others, others, bad)
+        report(out.merged, joined, rows.merged.target, joined.offset, bad)
+    report(out.value, joined, rows.value.lse, joined.top + joined.log_sum, bad)
+    report(out.merged, joined, rows.merged.shift, joined.top, bad)
+    report(out.merged, joined, rows.merged.sum, joined.whole, bad)
+    report(out.merged, joined, rows.merged.student_sum, joined.student_sum, bad)

@@ -37,7 +37,7 @@ DIVERGENCES = ("jsd", "total_variation")
 
 class TeacherFamily(Family):
     statistics = ("forward_kl", "reverse_kl", "teacher_entropy")
-    gradients = ("forward_kl", "reverse_kl")
+    gradients = narrow_gradients = ("forward_kl", "reverse_kl")
     # maximum and sum of the teacher; the mean of z' - u, 0 if not wanted
     merged = ("teacher_shift", "teacher_sum", "gap")
 

@@ -8,8 +8,8 @@ its logits are.
 import triton
 import triton.language as tl
 
-from .family_triton import Gradient, Merge, Statistics, nothing_loaded, put, read, upstream, write
-from .numerics_triton import decay, exp, lane_sum, settle, weigh
+from .family_triton import Gradient, Merge, Statistics, nothing_loaded, put, read, report, upstream
+from .numerics_triton import decay, exp, lane_sum, weigh
 
 
 @triton.jit
@@ -173,30 +173,20 @@ def finish(state, joined, out, inputs, rows):
     log_whole = tl.log(whole)
     # difference of the log-normalisers
     apart = shift + log_whole - (joined.scale * joined.top + tl.log(joined.student_sum))
-    if rows.packet.cross is not None:
-        kl = state[2] / whole - apart
-        kl = settle(tl.where(kl < 0.0, 0.0, kl), unknown, joined.ignored)
-        write(out.value, joined, rows.value.forward_kl, kl)
+    kl = state[2] / whole - apart
+    report(out.value, joined, rows.value.forward_kl, tl.where(kl < 0.0, 0.0, kl), unknown)
     if rows.packet.gap is not None:
         if rows.packet.owner is not None:
             at_target = weigh(joined.at_target, joined.scale * joined.target - state[5])
             gap = weigh(joined.student_factor, gap) + at_target
         gap /= joined.student_sum
         kl = gap + apart
-        kl = settle(tl.where(kl < 0.0, 0.0, kl), unknown, joined.ignored)
-        write(out.value, joined, rows.value.reverse_kl, kl)
-    if rows.packet.teacher_moment is not None:
-        entropy = settle(log_whole - state[4] / whole, unknown, joined.ignored)
-        write(out.value, joined, rows.value.teacher_entropy, entropy)
-    write(
-        out.merged,
-        joined,
-        rows.merged.student_sum,
-        settle(joined.student_sum, unknown, joined.ignored),
-    )
-    write(out.merged, joined, rows.merged.teacher_shift, settle(shift, unknown, joined.ignored))
-    write(out.merged, joined, rows.merged.teacher_sum, settle(whole, unknown, joined.ignored))
-    write(out.merged, joined, rows.merged.gap, settle(gap, unknown, joined.ignored))
+        report(out.value, joined, rows.value.reverse_kl, tl.where(kl < 0.0, 0.0, kl), unknown)
+    report(out.value, joined, rows.value.teacher_entropy, log_whole - state[4] / whole, unknown)
+    report(out.merged, joined, rows.merged.student_sum, joined.student_sum, unknown)
+    report(out.merged, joined, rows.merged.teacher_shift, shift, unknown)
+    report(out.merged, joined, rows.merged.teacher_sum, whole, unknown)
+    report(out.merged, joined, rows.merged.gap, gap, unknown)
 
 
 @triton.jit

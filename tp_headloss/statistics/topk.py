@@ -49,11 +49,17 @@ def has_tail(want) -> bool:
 
 class TopKFamily(Family):
     statistics = gradients = FIRST + SECOND
+    id_list = "entries"
+    narrow_gradients = TAIL
+    lean_gradients = tuple(name for name in FIRST if name != "tail_entropy")
 
     def needs_student_sum(self, call: Wanted) -> bool:
         return not has_tail(call.want) and call.any_of(
             ("topk_log_mass", "vocab_forward_kl", "vocab_jsd")
         )
+
+    def is_lean(self, call: Wanted) -> bool:
+        return has_tail(call.want) and "tail_entropy" not in call.want
 
     def packet_rows(self, call: Wanted) -> tuple[str, ...]:
         rows = ("tail_max", "tail_sum") if has_tail(call.want) else ()

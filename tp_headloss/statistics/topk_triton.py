@@ -7,8 +7,14 @@ import triton
 import triton.language as tl
 
 from . import tail_triton
-from .entries_triton import entries_in_chunk, entry_softmax, jensen_shannon_parts, store_entry_sums
-from .family_triton import Gradient, Merge, Statistics, nothing_folded, read, upstream, write
+from .entries_triton import (
+    entries_in_chunk,
+    entry_divergence_kernel,
+    entry_softmax,
+    jensen_shannon_parts,
+    store_entry_sums,
+)
+from .family_triton import Gradient, Merge, Statistics, nothing_folded, read, report, upstream
 from .numerics_triton import decay, exp, log1p, settle, weigh
 
 
@@ -65,10 +71,11 @@ def add_packet(state, packet, softmax, rows):
 
 
 @triton.jit
-def _settle_entries(value, minimum, nowhere, nothing, bad, ignored):
-    """Infinite where the student has no probability at the entries, 0 where there are none."""
+def _at_entries(value, minimum, nowhere, nothing):
+    """Return a divergence over the entries, which is at least `minimum`: infinite where the student
+    has no probability there, 0 where there are none."""
     value = tl.where(value < minimum, minimum, value)
-    return settle(tl.where(nothing, 0.0, tl.where(nowhere, float("inf"), value)), bad, ignored)
+    return tl.where(nothing, 0.0, tl.where(nowhere, float("inf"), value))
 
 
 @triton.jit
@@ -105,50 +112,40 @@ def _rest(state, joined, log_total, rows):
 
 @triton.jit
 def finish(state, joined, out, inputs, rows):
-    ignored = joined.ignored
     total = state[2]
     mass = state[3]
-    bad = joined.bad | ((mass != mass) & ~ignored)
+    bad = joined.bad | ((mass != mass) & ~joined.ignored)
     nothing = mass == 0.0
     nowhere = total == 0.0
     log_total = tl.log(total)
     log_mass = tl.log(tl.where(nothing, 1.0, mass))
     mean = tl.where(nowhere, 0.0, state[5] / total)
-    value_rows: tl.constexpr = rows.value
-    write(out.value, joined, value_rows.teacher_mass, settle(mass, bad, ignored))
-    if value_rows.topk_forward_kl is not None:
-        value = _settle_entries(
-            state[4] + mass * log_total, mass * log_mass, nowhere, nothing, bad, ignored
-        )
-        write(out.value, joined, value_rows.topk_forward_kl, value)
-    if value_rows.topk_reverse_kl is not None:
-        value = _settle_entries(mean - log_total, -log_mass, nowhere, nothing, bad, ignored)
-        write(out.value, joined, value_rows.topk_reverse_kl, value)
     rest_shift, rest, rest_mean, log_inside, log_outside, inside, outside = _rest(
         state, joined, log_total, rows
     )
-    if value_rows.topk_log_mass is not None:
-        write(out.value, joined, value_rows.topk_log_mass, settle(log_inside, bad, ignored))
-    if value_rows.vocab_forward_kl is not None:
-        value = state[4] + mass * (log_total - log_inside)
-        value = _settle_entries(value, mass * log_mass, nowhere, nothing, bad, ignored)
-        write(out.value, joined, value_rows.vocab_forward_kl, value)
-    if value_rows.tail_log_mass is not None:
-        write(out.value, joined, value_rows.tail_log_mass, settle(log_outside, bad, ignored))
-    if value_rows.tail_entropy is not None:
-        entropy = tl.where(rest == 0.0, 0.0, tl.log(rest) - rest_mean)
-        write(out.value, joined, value_rows.tail_entropy, settle(entropy, bad, ignored))
+    least = mass * log_mass
+    forward = _at_entries(state[4] + mass * log_total, least, nowhere, nothing)
+    reverse = _at_entries(mean - log_total, -log_mass, nowhere, nothing)
+    vocab = _at_entries(state[4] + mass * (log_total - log_inside), least, nowhere, nothing)
+    tail_entropy = tl.where(rest == 0.0, 0.0, tl.log(rest) - rest_mean)
+    value: tl.constexpr = rows.value
+    report(out.value, joined, value.teacher_mass, mass, bad)
+    report(out.value, joined, value.topk_forward_kl, forward, bad)
+    report(out.value, joined, value.topk_reverse_kl, reverse, bad)
+    report(out.value, joined, value.topk_log_mass, log_inside, bad)
+    report(out.value, joined, value.vocab_forward_kl, vocab, bad)
+    report(out.value, joined, value.tail_log_mass, log_outside, bad)
+    report(out.value, joined, value.tail_entropy, tail_entropy, bad)
     merged: tl.constexpr = rows.merged
-    write(out.merged, joined, merged.topk_shift, settle(state[0].to(tl.float64), bad, ignored))
-    write(out.merged, joined, merged.topk_sum, settle(total, bad, ignored))
-    write(out.merged, joined, merged.topk_mass, settle(mass, bad, ignored))
-    write(out.merged, joined, merged.topk_gap, settle(mean, bad, ignored))
-    write(out.merged, joined, merged.rest_shift, settle(rest_shift, bad, ignored))
-    write(out.merged, joined, merged.rest_sum, settle(rest, bad, ignored))
-    if merged.rest_mean is not None:
-        write(out.merged, joined, merged.rest_mean, settle(rest_mean, bad, ignored))
-    write(out.merged, joined, merged.inside, settle(inside, bad, ignored))
-    write(out.merged, joined, merged.outside, settle(outside, bad, ignored))
+    report(out.merged, joined, merged.topk_shift, state[0].to(tl.float64), bad)
+    report(out.merged, joined, merged.topk_sum, total, bad)
+    report(out.merged, joined, merged.topk_mass, mass, bad)
+    report(out.merged, joined, merged.topk_gap, mean, bad)
+    report(out.merged, joined, merged.rest_shift, rest_shift, bad)
+    report(out.merged, joined, merged.rest_sum, rest, bad)
+    report(out.merged, joined, merged.rest_mean, rest_mean, bad)
+    report(out.merged, joined, merged.inside, inside, bad)
+    report(out.merged, joined, merged.outside, outside, bad)
 
 
 @triton.jit
@@ -265,3 +262,4 @@ def direct(dz, state, tile, token, grads, inputs, rows):
 STATISTICS = Statistics(tail_triton.start, tail_triton.rescale, tail_triton.add, store)
 MERGE = Merge(start_merge, peak, add_packet, nothing_folded, finish)
 GRADIENT = Gradient(load, coefficient, at_target, direct)
+SECOND = entry_divergence_kernel

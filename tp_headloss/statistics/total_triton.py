@@ -11,10 +11,10 @@ from .family_triton import (
     not_rescaled,
     put,
     read,
+    report,
     upstream,
-    write,
 )
-from .numerics_triton import lane_sum, settle
+from .numerics_triton import lane_sum
 
 
 @triton.jit
@@ -58,8 +58,8 @@ def fold(state, packet, rows):
 
 @triton.jit
 def finish(state, joined, out, inputs, rows):
-    write(out.value, joined, rows.value.total, settle(state[0], joined.bad, joined.ignored))
-    write(out.value, joined, rows.value.mass, settle(state[1], joined.bad, joined.ignored))
+    report(out.value, joined, rows.value.total, state[0], joined.bad)
+    report(out.value, joined, rows.value.mass, state[1], joined.bad)
 
 
 @triton.jit
