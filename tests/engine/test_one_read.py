@@ -18,6 +18,7 @@ from ranks import on_ranks
 import tp_headloss as hl
 from tp_headloss.engine.one_read import kernel as one_read_kernel
 from tp_headloss.engine.one_read import launch as one_read_launch
+from tp_headloss.engine.one_read import params as one_read_params
 from tp_headloss.engine.one_read import rows as row_functions
 from tp_headloss.engine.one_read.rows import row_function
 from tp_headloss.engine.reductions import StatisticValue
@@ -530,42 +531,29 @@ def test_the_kernel_compiles_for_gpus_that_are_not_here(flags, architecture, dev
 
 def kernel():
     """-> the kernel's source without comments, and its numbers"""
-    source = re.sub(
-        r"//[^\n]*", "", (Path(one_read_launch.__file__).parent / "one_read.cu").read_text()
-    )
+    folder = Path(one_read_launch.__file__).parent
+    parts = [path.read_text() for path in sorted((*folder.glob("*.cuh"), *folder.glob("*.cu")))]
+    source = re.sub(r"//[^\n]*", "", "\n".join(parts))
     return source, {name: int(x) for name, x in re.findall(r"(\w+) = (\d+)[,;]", source)}
 
 
 def test_the_kernel_and_its_caller_agree():
-    """What stands in both languages: the fields of the argument, in order, and numbers."""
+    """What stands in both languages: names of the argument's fields, in order, and numbers. The
+    compiler checks their places and types: see `params.agreement`."""
     source, numbers = kernel()
     threads = 32 * (
         2 + numbers["TEAMS"] * numbers["SUM"] + numbers["GRAD"] + numbers["POST"] + numbers["MERGE"]
     )
-    expected = *map(numbers.get, ("SLOTS", "RANKS", "VALUES", "GIVENS")), threads
-    launch = one_read_launch
-    assert expected == (
-        launch.SLOTS,
-        one_read_kernel.RANKS,
-        launch.VALUES,
-        launch.GIVENS,
-        one_read_kernel.THREADS,
-    )
-    assert launch.TERMS == row_functions.SLOPES and launch.GIVENS == row_functions.MOST_INPUTS
+    params = one_read_params
+    found = *map(numbers.get, ("SLOTS", "RANKS", "VALUES", "GIVENS")), threads
+    assert found == (params.SLOTS, params.RANKS, params.VALUES, params.GIVENS, params.THREADS)
+    assert params.TERMS == row_functions.SLOPES and params.GIVENS == row_functions.MOST_INPUTS
     body = source.partition("struct Params {")[2].partition("};")[0]
-    fields = re.findall(r"(\w+)(?:\[\w+\])?\s*[,;]", body)
-    numbers = [name for name, _ in launch.Params._fields_[2:]]
-    addresses = (
-        *launch.CALLS,
-        *launch.OUTPUTS,
-        "values",
-        "found",
-        "given",
-        "control",
-        "failed",
-        "packets",
-    )
-    assert fields == [*addresses, *numbers]
+    names = re.findall(r"(\w+)(?:\[\w+\])?\s*[,;]", body)
+    assert names == [field.name for field in params.fields()]
+    assert names[-len(params.NUMBERS) :] == [name for name, _ in params.Params._fields_[2:]]
+    addresses = params.N_ADDRESSES + 2  # and `control` and `failed`
+    assert sum(params.POINTERS.values()) == addresses
 
 
 # Launches of other shapes follow each other in one memory, so that packets of one may lie where
@@ -615,12 +603,12 @@ def test_warps_that_take_turns_take_no_barrier_for_another(slots):
         "merge": numbers["MERGE"],
         "n_items": 40,
     }
-    assert [take_turns(random.Random(i), slots, **turns) for i in range(20)] == [None] * 20
+    for i in range(20):
+        take_turns(random.Random(i), slots, **turns)
     if slots % numbers["TEAMS"]:  # or else each slot is one team's
-        assert any(
-            take_turns(random.Random(i), slots, **turns, waits_for_the_team_before=False)
-            for i in range(20)
-        )
+        with pytest.raises(AssertionError, match=r"I[357] of"):
+            for i in range(20):
+                take_turns(random.Random(i), slots, **turns, waits_for_the_team_before=False)
 
 
 def test_a_rank_that_does_not_come_ends_its_peers_with_nan():
