@@ -40,7 +40,7 @@ class DeviceLayout:
         self.statistics = tuple(family.device.STATISTICS for family in streaming)
         # whether the forward, which adds up one family besides the softmax, fits into few registers
         self.is_lean = len(streaming) == 1 and streaming[0].is_lean(layout.call)
-        # kernels of the second exchange, and the list of ids that each reads in place of all columns
+        # kernels of the second exchange, and the list of ids that each reads, None: all columns
         self.second_kernels = tuple(
             (family.device.SECOND, family.id_list)
             for family in families

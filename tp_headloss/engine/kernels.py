@@ -237,6 +237,23 @@ def _store_gradient(
 
 
 @triton.jit
+def _store_lists(exact, first, end, chunk, token, grads, families, inputs, rows, valid_width):
+    """Store the gradient at the ids of each list that are columns first .. end - 1, and return the
+    ids' places."""
+    # by name: Triton 3.6 loses the fields of records in a tuple that grows
+    ids = store_exact(
+        exact, first, end, chunk, token, grads, families, inputs, rows, valid_width, 0, PUT
+    )
+    sets = store_exact(
+        exact, first, end, chunk, token, grads, families, inputs, rows, valid_width, 1, PUT
+    )
+    entries = store_exact(
+        exact, first, end, chunk, token, grads, families, inputs, rows, valid_width, 2, PUT
+    )
+    return ids, sets, entries
+
+
+@triton.jit
 def gradient_part(
     program,
     dx_ptr,
@@ -281,48 +298,8 @@ def gradient_part(
     end = tl.minimum(first + STEP, inputs.width)
     if not PLAIN:
         valid_end = tl.minimum(end, valid_width)
-        # by name: Triton 3.6 loses the fields of records in a tuple that grows
-        ids = store_exact(
-            exact,
-            first,
-            valid_end,
-            chunk,
-            token,
-            grads,
-            families,
-            inputs,
-            rows,
-            valid_width,
-            0,
-            PUT,
-        )
-        sets = store_exact(
-            exact,
-            first,
-            valid_end,
-            chunk,
-            token,
-            grads,
-            families,
-            inputs,
-            rows,
-            valid_width,
-            1,
-            PUT,
-        )
-        entries = store_exact(
-            exact,
-            first,
-            valid_end,
-            chunk,
-            token,
-            grads,
-            families,
-            inputs,
-            rows,
-            valid_width,
-            2,
-            PUT,
+        ids, sets, entries = _store_lists(
+            exact, first, valid_end, chunk, token, grads, families, inputs, rows, valid_width
         )
         tl.debug_barrier()  # the logits there are read
     if STEP == BLOCK:
@@ -364,18 +341,8 @@ def gradient_part(
                 BLOCK,
             )
     if not PLAIN:
-        put_lists(
-            dx_ptr + row * dx_row,
-            dx_column,
-            exact,
-            ids,
-            sets,
-            entries,
-            first,
-            valid_end,
-            start,
-            PUT,
-        )
+        dx = dx_ptr + row * dx_row
+        put_lists(dx, dx_column, exact, ids, sets, entries, first, valid_end, start, PUT)
 
 
 @triton.jit(do_not_specialize=["n_rows", "start", "valid_width"])

@@ -121,9 +121,9 @@ class Family:
     # the list of ids, a field of `records_triton.Lists`, at which the gradient is another one than
     # at other columns, and which the second exchange reads; None: both read all columns alike
     id_list: str | None = None
-    # How the gradient's kernel is launched, see `engine.launch`: the names of the gradients that are
-    # quickest in wide tiles and in narrow ones, and of those that fit into few registers, so that
-    # more programs run at once.
+    # How the gradient's kernel is launched, see `engine.launch`: the names of the gradients that
+    # are quickest in wide tiles and in narrow ones, and of those that fit into few registers, so
+    # that more programs run at once.
     wide_gradients: tuple[str, ...] = ()
     narrow_gradients: tuple[str, ...] = ()
     lean_gradients: tuple[str, ...] = ()

@@ -225,8 +225,8 @@ def open_chunk(inputs, row, index, n_rows, start, valid_width, ignore_index):
 
 @triton.jit
 def open_second(packets_ptr, inputs, merged_ptr, merged, rows, n_rows, start, valid_width, chunks):
-    """The chunk of this program of the second exchange, where the merged sum says whether the row is
-    ignored; pointers to its packet and to its token's first merged row, and elements between
+    """The chunk of this program in the second exchange, where the merged sum says whether the row
+    is ignored; pointers to its packet and to its token's first merged row, and elements between
     rows."""
     row = (tl.program_id(0) // chunks).to(tl.int64)
     index = tl.program_id(0) % chunks
