@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 import tp_headloss as hl
-from tp_headloss.engine.one_read import CAPABILITY
+from tp_headloss.engine.ways.one_read import CAPABILITY
 
 TRITON = hl.Options(backend="triton")
 KL = "forward_kl", "reverse_kl"

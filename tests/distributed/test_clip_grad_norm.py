@@ -296,3 +296,27 @@ def with_a_parameter_of_its_own(group, device):
 def test_what_a_subclass_of_a_head_adds_is_replicated():
     (expected,) = on_ranks(1, with_a_parameter_of_its_own)
     assert on_ranks(2, with_a_parameter_of_its_own) == [pytest.approx(expected)] * 2
+
+
+def swapped(group, device):
+    """Parameters that torch replaces in place, by load_state_dict and by hand."""
+    head = VocabParallelHead(8, VocabShard.from_group(group, 16), init=Init(1.0, seed=1)).to(device)
+    norms = []
+    for how in ("loaded", "by hand"):
+        torch.__future__.set_swap_module_params_on_conversion(how == "loaded")
+        try:
+            head.load_state_dict(head.state_dict())
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
+        if how == "by hand":
+            torch.utils.swap_tensors(head.weight, torch.nn.Parameter(head.weight.detach().clone()))
+        hidden = torch.ones(5, 8, device=device)
+        head.zero_grad()
+        head(hidden, torch.arange(5, device=device)).loss.backward()
+        norms.append(float(clip_grad_norm_(head.parameters(), 1e9)))
+    return norms
+
+
+def test_parameters_that_torch_swaps_stay_sharded():
+    (expected,) = on_ranks(1, swapped)
+    assert on_ranks(2, swapped) == [pytest.approx(expected)] * 2

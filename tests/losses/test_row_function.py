@@ -137,3 +137,33 @@ def test_another_weight_is_the_same_source():
         [PolicyGradient(weight=w), KLToReference(2 * w), Entropy(-w)] for w in (1.0, 0.3)
     )
     assert row_function(first, V) == row_function(second, V)
+
+
+class Counted(torch.autograd.graph.saved_tensors_hooks):
+    """Hooks of saved tensors, as those of a checkpoint, that count what is saved."""
+
+    def __init__(self):
+        self.count = 0
+        super().__init__(self.pack, lambda x: x)
+
+    def pack(self, x):
+        self.count += 1
+        return x
+
+
+def test_a_trace_knows_nothing_of_the_callers_contexts():
+    terms = [PolicyGradient("clip", clip=(0.2, 0.28)), CrossEntropy(label_smoothing=0.1)]
+    expected = row_function(terms, V)
+    assert expected is not None
+    hooks = Counted()
+    with hooks:
+        assert row_function(terms, V) == expected
+    assert hooks.count == 0
+    for context in (
+        torch.device("meta"),
+        torch.autocast("cpu", torch.bfloat16),
+        torch.autograd.graph.disable_saved_tensors_hooks("no"),
+        torch.no_grad(),
+    ):
+        with context:
+            assert row_function(terms, V) == expected

@@ -73,6 +73,7 @@ class VocabParallelEmbedding(VocabRows):
         IDS.check("ids", ids, {})
         if not torch.compiler.is_compiling():
             self.shard.expect_live_group()
+            self.mark_sharded()
         shard, weight = (
             self.shard,
             self.weight.to_local() if is_dtensor(self.weight) else self.weight,
@@ -233,6 +234,8 @@ class VocabParallelHead(VocabRows):
     def _transform_at(self, call_transform: Transform | None) -> Transform:
         """The module's transform at the temperature of a call. ValueError if the call sets anything
         else."""
+        if not torch.compiler.is_compiling():  # every call comes here
+            self.mark_sharded()
         if call_transform is None:
             return self.transform
         Instance(Transform).check("transform", call_transform, {})

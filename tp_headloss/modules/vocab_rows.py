@@ -83,20 +83,24 @@ class VocabRows(nn.Module):
 
     def register_parameter(self, name: str, param: nn.Parameter | None):
         super().register_parameter(name, param)
-        self._mark()
+        self.mark_sharded()
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
-        self._mark()  # what `to_empty`, say, made anew
+        self.mark_sharded()  # what `to_empty`, say, made anew
         return self
 
     def __setstate__(self, state):
         super().__setstate__(state)
-        self._mark()
+        self.mark_sharded()
 
-    def _mark(self):
+    def mark_sharded(self):
         """Say on the parameters themselves that they are sharded, and over which group, for
-        `clip_grad_norm_`. Those that a subclass adds are its own."""
+        `clip_grad_norm_`.
+
+        Each forward does so, because torch replaces parameters in ways that no module sees. Those
+        that a subclass adds are its own.
+        """
         for name in ("weight", "bias"):
             p = self._parameters.get(name)
             if p is not None and self.shard.world_size > 1:

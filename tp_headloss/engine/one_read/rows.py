@@ -7,6 +7,7 @@ arithmetic on a token's statistics and inputs takes one launch: see `engine.one_
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from typing import Any, NamedTuple
@@ -179,12 +180,32 @@ def row_function(terms, vocab_size: int = 0) -> RowFunction | None:
             *(torch.zeros_like(known[0]) if slope is None else slope for slope in slopes),
         ]
 
-    rows = torch.zeros(len(STATISTICS) + len(inputs) + len(terms), 2).unbind(0)
+    count = len(STATISTICS) + len(inputs) + len(terms)
     try:
-        source = _source(make_fx(values_and_slopes)(*rows).graph, len(terms), inputs)
+        with _plain_torch():
+            graph = make_fx(values_and_slopes)(*torch.zeros(count, 2).unbind(0)).graph
+        source = _source(graph, len(terms), inputs)
     except (_NotArithmetic, TypeError, AttributeError, RuntimeError, ValueError):
         return None
     return RowFunction(source, len(terms), inputs, used[SLOPES.index("entropy")])
+
+
+@contextlib.contextmanager
+def _plain_torch():
+    """A block to which a caller's default device and hooks of saved tensors, as a checkpoint's, mean
+    nothing."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.device("cpu"))
+        stack.enter_context(torch.autocast("cpu", enabled=False))
+        if (
+            torch._C._autograd._saved_tensors_hooks_is_enabled()
+        ):  # where they are not, there are none
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
+        yield
+
+
+def _same(x):
+    return x
 
 
 def _source(graph, n_terms: int, inputs) -> str:
