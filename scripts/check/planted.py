@@ -554,7 +554,7 @@ GROUPS = {
         ("modules/clipping.py", "clip_grad_norm_", "dict.fromkeys(given)", "list(given)"),
         ("modules/clipping.py", "clip_grad_norm_", "not any(said)", "not said"),
         ("modules/clipping.py", "_sharded_over", "not placement.is_replicate()", "True"),
-        ("modules/vocab_rows.py", "VocabRows._apply", "self._mark()", "None"),
+        ("modules/vocab_rows.py", "VocabRows._apply", "self.mark_sharded()", "None"),
     ],
     "test_forgotten_shard": [
         ("call/agreement.py", "_compare_job", "other != x", "False"),

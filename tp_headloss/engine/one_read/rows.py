@@ -197,9 +197,8 @@ def _plain_torch():
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.device("cpu"))
         stack.enter_context(torch.autocast("cpu", enabled=False))
-        if (
-            torch._C._autograd._saved_tensors_hooks_is_enabled()
-        ):  # where they are not, there are none
+        # where they are not enabled, there are none
+        if torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
         yield
 
@@ -301,4 +300,4 @@ def _operand(x: torch.fx.Node | float, names: dict) -> str:
         return "__int_as_float(0x7fc00000)"
     if math.isinf(x):
         return INFINITE if x > 0 else f"(-{INFINITE})"
-    return f"({float(torch.tensor(x, dtype=torch.float32)).hex()}f)"
+    return f"({float(torch.tensor(x, dtype=torch.float32, device='cpu')).hex()}f)"
