@@ -1,4 +1,4 @@
-"""Which NaN or infinity made statistics NaN, as a ValueError on every rank: `Options(check=True)`."""
+"""`Options(check=True)`: a ValueError on every rank about the NaN that made statistics NaN."""
 
 import math
 from collections.abc import Iterator

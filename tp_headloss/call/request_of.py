@@ -85,7 +85,7 @@ def _check_ids_of_call(given: Given):
         check_entries(given.teacher, *known)
 
 
-def _facts_of(given: Given, backend: str, teacher_factors: tuple[float, float]) -> Facts:
+def _facts_of(given: Given, backend: str, teacher_factors: tuple) -> Facts:
     """Return the static facts of a call. teacher_factors: as `_teacher_scales` returns them."""
     transform = given.transform
     per_token = isinstance(transform.temperature, torch.Tensor)
@@ -104,7 +104,7 @@ def _teacher_tensors(teacher, scales, order: TokenOrder, facts: Facts) -> dict[s
     """Return the tensors of a teacher by rows [N, ..]."""
     if teacher is None:
         return {}
-    out = {}
+    out: dict[str, torch.Tensor] = {}
     entry_scales = None
     if scales is not None:
         out["scales"] = torch.stack([order.flatten(scale) for scale in scales])
@@ -257,7 +257,7 @@ def _expect_ratio(name: str, temperature, of_teacher):
 
 
 def _validate_memory(logits, teacher_logits, options):
-    """Raise ValueError if the gradient would overwrite the teacher's logits before it reads them."""
+    """Raise ValueError if the gradient would overwrite a teacher's logits before it reads them."""
     if options.inplace and _overlaps(logits, teacher_logits):
         raise ValueError(
             "inplace=True writes the gradient over the logits: the teacher's must be exactly these "

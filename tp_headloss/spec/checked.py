@@ -7,7 +7,7 @@ import re
 import textwrap
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, TypeVar, Union
 
 import torch
@@ -127,8 +127,7 @@ def _checking(function: Any, target: Any, key: str) -> Any:
     owner = getattr(function, "called", "")
     parameters = inspect.signature(target).parameters
     names = tuple(parameters)
-    keywords = [x.name for x in parameters.values() if x.kind == x.VAR_KEYWORD]
-    others = [getattr(_LINES[key].get(name), "names", None) for name in keywords]
+    others = _keywords_handed_on(parameters.values(), _LINES[key])
     known = KEYWORDS[function.__qualname__] = frozenset().union(names, *filter(None, others))
 
     @functools.wraps(target)
@@ -155,6 +154,12 @@ def _checking(function: Any, target: Any, key: str) -> Any:
         return target(*args, **kwargs)
 
     return call
+
+
+def _keywords_handed_on(parameters: Iterable[inspect.Parameter], lines: dict[str, Line]) -> list:
+    """Return the names that a parameter ** takes, if there is one; None in the list: any names."""
+    names = [x.name for x in parameters if x.kind == x.VAR_KEYWORD]
+    return [getattr(lines.get(name), "names", None) for name in names]
 
 
 def _tensor_line(line: Line | None) -> TensorLine | None:

@@ -114,7 +114,7 @@ class TensorLine:
         """Raise ValueError unless x has the sizes that are known; note those that it sets."""
         assert self.shape is not None
         setters = dict.fromkeys(sizes[symbol][1] for symbol in self.shape if symbol in sizes)
-        tail = tuple(size for size in self.shape if size != "..")
+        tail = self._tail
         own_lead = tuple(x.shape[: max(x.dim() - len(tail), 0)])
         own_tail = dict(zip(tail, x.shape[len(own_lead) :]))
         lead = sizes.setdefault("..", (own_lead, name))[0] if ".." in self.shape else ()
@@ -135,6 +135,11 @@ class TensorLine:
         for symbol, size in own_tail.items():
             if isinstance(symbol, str):
                 sizes.setdefault(symbol, (size, name))
+
+    @property
+    def _tail(self) -> tuple[str | int, ...]:
+        """Symbols and numbers of the dimensions after those of the tokens."""
+        return tuple(size for size in self.shape or () if size != "..")
 
     def _fits(self, shape, expected) -> bool:
         """Return True for the expected sizes, or, where it broadcasts, sizes of 1 or none."""
