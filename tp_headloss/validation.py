@@ -1,5 +1,7 @@
-"""Checks that are no lines of arguments: transforms of torch.func, dtypes of a GEMM, what kernels
-can multiply by."""
+"""Checks that are no lines of arguments.
+
+They are of transforms of torch.func, dtypes of a GEMM, and what kernels can multiply by.
+"""
 
 import numbers
 from collections.abc import Callable
@@ -14,9 +16,8 @@ FP32_MAX = torch.finfo(torch.float32).max
 def expect_dense(name: str, x: torch.Tensor):
     """Raise TypeError for a sparse or nested tensor."""
     if x.layout != torch.strided or x.is_nested:
-        raise TypeError(
-            f"{name} must be a dense tensor, got {'a nested one' if x.is_nested else x.layout}"
-        )
+        found = "a nested one" if x.is_nested else x.layout
+        raise TypeError(f"{name} must be a dense tensor, got {found}")
 
 
 def refuse_transforms():
@@ -36,8 +37,10 @@ def refuse_export(*tensors):
 
 
 def expect_no_gradient(*tensors):
-    """Raise RuntimeError if one of the tensors, or None, requires a gradient: a program has no
-    backward."""
+    """Raise RuntimeError if one of the tensors, or None, requires a gradient.
+
+    A program of torch.export has no backward.
+    """
     if any(isinstance(x, torch.Tensor) and x.requires_grad for x in tensors):
         raise RuntimeError(
             "a program of torch.export holds the forward of tp_headloss and not its backward, so "
@@ -48,14 +51,16 @@ def expect_no_gradient(*tensors):
 
 
 def refuse_batches(gradients):
-    """Raise RuntimeError for upstream gradients that are a batch; torch's own error would not say
-    so."""
+    """Raise RuntimeError for upstream gradients that are a batch.
+
+    torch's own error would not say so.
+    """
     if torch.compiler.is_compiling():
         return
     for gradient in gradients:
-        if gradient is not None and (
-            is_legacy_batchedtensor(gradient) or is_batchedtensor(gradient)
-        ):
+        if gradient is None:
+            continue
+        if is_legacy_batchedtensor(gradient) or is_batchedtensor(gradient):
             raise RuntimeError(
                 "tp_headloss does not support is_grads_batched=True, nor jacobian(vectorize=True): "
                 "call torch.autograd.grad once for each gradient"
@@ -64,14 +69,19 @@ def refuse_batches(gradients):
 
 def refuse_tokens(bad: torch.Tensor, message: Callable[[int], str], hint: str = ""):
     """Raise ValueError with message(flat index) about the first of the bad tokens [..], if any.
-    Waits for a GPU."""
+
+    Waits for a GPU.
+    """
     if len(tokens := bad.flatten().nonzero()):
         raise ValueError(f"{message(int(tokens[0]))}; {len(tokens)} such tokens{hint}")
 
 
 def refuse_float_labels(x, labels):
-    """Raise TypeError for labels that are logits or probabilities; their line refuses others. x:
-    logits or hidden."""
+    """Raise TypeError for labels that are logits or probabilities; their line refuses others.
+
+    Args:
+        x: logits or hidden states.
+    """
     if not isinstance(labels, torch.Tensor) or not labels.is_floating_point():
         return
     said = "" if x.is_floating_point() else " (are logits and labels swapped?)"
@@ -84,8 +94,10 @@ def refuse_float_labels(x, labels):
 
 
 def operand_dtype(hidden: torch.Tensor, weight: torch.Tensor, owner: str = "") -> torch.dtype:
-    """dtype of a GEMM's operands, as torch.nn.functional.linear chooses it; TypeError if they do
-    not go together."""
+    """Return the dtype of a GEMM's operands, as torch.nn.functional.linear chooses it.
+
+    TypeError if they do not go together.
+    """
     kind = hidden.device.type
     # torch.compile knows the devices that it compiles for, and torch 2.11 cannot trace the question
     known = torch.compiler.is_compiling() or torch.amp.is_autocast_available(kind)
@@ -101,8 +113,10 @@ def operand_dtype(hidden: torch.Tensor, weight: torch.Tensor, owner: str = "") -
 
 
 def is_number(value) -> TypeGuard[float]:
-    """Return True for a real number of any library, which computes as a float does; True and False
-    are none."""
+    """Return True for a real number of any library, which computes as a float does.
+
+    True and False are none.
+    """
     # first what is quick
     return isinstance(value, (float, int, numbers.Real)) and not isinstance(value, bool)
 

@@ -1,9 +1,8 @@
-"""Comparison of a call's arguments between ranks, before any other exchange:
-`Options(validate="full")`.
+"""Comparison of a call's arguments between ranks, of `Options(validate="full")`.
 
-Without it a mistake on one rank alone (a weight of the wrong width, a missing main_grad, other
-options) leaves the other ranks in the collective until the communication library's timeout, and
-labels that differ show as NaN at best.
+It comes before any other exchange. Without it a mistake on one rank alone (a weight of the wrong
+width, a missing main_grad, other options) leaves the other ranks in the collective until the
+communication library's timeout, and labels that differ show as NaN at best.
 """
 
 import dataclasses
@@ -38,8 +37,9 @@ _logged: set[str] = set()
 
 
 class Agreement:
-    """A block in which a call is checked. At its end the group's ranks exchange facts and errors:
-    all go on, or raise.
+    """A block in which a call is checked.
+
+    At its end the group's ranks exchange facts and errors: all go on, or raise.
 
         with Agreement(options, shard) as agreement:
             # as soon as the shard is known
@@ -74,8 +74,10 @@ class Agreement:
         self.of_job: list[Any] = []  # labels and logits, for ranks that compare without a shard
 
     def record(self, call: str, shard, **facts):
-        """Record the arguments of a call for the comparison at the end of the block. `shard` is the
-        resolved one."""
+        """Record the arguments of a call for the comparison at the end of the block.
+
+        `shard` is the resolved one.
+        """
         self.forgotten = self.forgotten and shard.group is None
         if self.forgotten:
             self._record_for_job(facts)
@@ -100,23 +102,25 @@ class Agreement:
         self.facts["bounds"] = shard.start, shard.start + shard.valid_width, shard.tp_invariant
 
     def _record_for_job(self, facts: dict[str, Any]):
-        """Log once that there is no shard, and record labels and logits (or weight) for the ranks
-        of the job."""
+        """Record labels and logits (or weight) for the ranks of the job.
+
+        That there is no shard is logged once.
+        """
         if "shard" not in _logged:
             _logged.add("shard")
+            level = logging.WARNING if self.is_checked else logging.INFO
             _log.log(
-                logging.WARNING if self.is_checked else logging.INFO,
+                level,
                 "no shard= on a job of %d ranks: logits are taken for the whole vocabulary, which "
                 "is right for data "
                 'parallelism; Options(check=True, validate="full") has the ranks compare',
                 job_size(),
             )
-        labels, x = facts.get("labels"), facts.get("weight", facts.get("logits"))
-        if (
-            not self._compares_job
-            or not isinstance(labels, torch.Tensor)
-            or not isinstance(x, torch.Tensor)
-        ):
+        labels = facts.get("labels")
+        x = facts.get("weight", facts.get("logits"))
+        if not self._compares_job:
+            return
+        if not (isinstance(labels, torch.Tensor) and isinstance(x, torch.Tensor)):
             return
         if torch.ne(labels, facts.get("ignore_index", -100)).any():
             # so many tell shards of a vocabulary apart
@@ -139,26 +143,26 @@ class Agreement:
             _compare_job(texts_of_job(json.dumps(self.of_job), JOB_WAIT), error)
         if self.group is None or not (error is None or isinstance(error, Exception)):
             return
-        facts, errors = zip(
-            *gather_objects((self.facts, error and (kind.__name__, str(error))), self.group)
-        )
+        own_error = error and (kind.__name__, str(error))
+        facts, errors = zip(*gather_objects((self.facts, own_error), self.group))
         failed = [rank for rank, rank_error in enumerate(errors) if rank_error]
         if not failed:
             _compare(facts)
         elif set(errors) != {errors[0]}:  # else each rank raises its own, equal one
             name, message = errors[failed[0]]
             message = message if name in EXCEPTION_TYPES else f"{name}: {message}"
-            raise EXCEPTION_TYPES.get(name, RuntimeError)(
-                f"on rank {failed[0]} of the group: {message}"
-            ) from error
+            message = f"on rank {failed[0]} of the group: {message}"
+            raise EXCEPTION_TYPES.get(name, RuntimeError)(message) from error
 
 
 PLAIN_TYPES = (int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
 
 
 def families_wanted(want) -> dict[str, dict[str, Any]]:
-    """Return what tells the families of wanted statistics apart: their classes, and plain attributes
-    of theirs, such as an order."""
+    """Return what tells the families of wanted statistics apart.
+
+    These are their classes, and plain attributes of theirs, such as an order.
+    """
     found = {}
     for family in statistics.FAMILIES:
         for name in {*family.statistics} & {*want}:
@@ -168,114 +172,138 @@ def families_wanted(want) -> dict[str, dict[str, Any]]:
 
 
 def _describe(name: str, value, out: dict, compare_hidden: bool, sharded_dim: int | None = None):
-    """Add a description of a value, (text, checksum of its bits), to `out` under its name, and then
-    of its parts.
+    """Add a description of a value to `out` under its name, and then of its parts.
 
-    Modules, shards and process groups are described by their type, because their contents may
-    differ between ranks.
+    A description is (text, checksum of the value's bits). Modules, shards and process groups are
+    described by their type, because their contents may differ between ranks.
     """
-    checksum, text = 0, _text(value)
-    parts: Iterable[tuple[Any, Any]] = ()
+    checksum = 0
     if isinstance(value, torch.Tensor):
         is_hidden = name.split(".")[-1] == "hidden"
         text, checksum = _describe_tensor(value, sharded_dim, compare_hidden or not is_hidden)
-    elif isinstance(value, Sequences):
-        parts = (
-            ("mask", value.mask),
-            ("lengths", value.lengths),
-            ("horizon", value.horizon),
-            ("ids", value.ids),
-        )
-    elif isinstance(value, functools.partial):
-        parts = (("function", value.func), ("arguments", value.args), ("keywords", value.keywords))
-    elif isinstance(value, (type, VocabShard)):
-        pass  # their contents may differ between ranks
-    elif dataclasses.is_dataclass(value):
-        parts = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
     elif isinstance(value, dict):
-        parts = [(key if isinstance(key, str) else _text(key), part) for key, part in value.items()]
-        parts.sort(key=lambda item: item[0])
-        text = repr([key for key, _ in parts])
+        text = repr(sorted(map(_key, value)))
     elif isinstance(value, (set, frozenset)):
         text = repr(sorted(map(_text, value)))
     elif isinstance(value, (list, tuple)):
-        plain = all(isinstance(part, PLAIN_TYPES) for part in value)
-        text, parts = (
-            repr(value) if plain else f"{len(value)} values",
-            () if plain else enumerate(value),
-        )
-    elif hasattr(value, "tobytes"):  # an array or a number of NumPy
-        text, checksum = f"{value.dtype} {list(value.shape)}", zlib.crc32(value.tobytes())
+        text = repr(value) if _is_plain(value) else f"{len(value)} values"
+    elif _is_of_numpy(value):
+        text = f"{value.dtype} {list(value.shape)}"
+        checksum = zlib.crc32(value.tobytes())
+    else:
+        text = _text(value)
     out[name] = text, checksum
-    for key, part in parts:
-        _describe(
-            f"{name}.{key}", part, out, compare_hidden, getattr(type(value), "tensors", {}).get(key)
-        )
+    sharded_dims = getattr(type(value), "tensors", {})
+    for key, part in _parts(value):
+        _describe(f"{name}.{key}", part, out, compare_hidden, sharded_dims.get(key))
+
+
+def _parts(value) -> Iterable[tuple[Any, Any]]:
+    """Return the parts of a value that are described by themselves, with their names."""
+    if isinstance(value, Sequences):
+        return [(name, getattr(value, name)) for name in ("mask", "lengths", "horizon", "ids")]
+    if isinstance(value, functools.partial):
+        return [("function", value.func), ("arguments", value.args), ("keywords", value.keywords)]
+    if isinstance(value, (type, VocabShard)):
+        return []  # their contents may differ between ranks
+    if dataclasses.is_dataclass(value):
+        return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+    if isinstance(value, dict):
+        return sorted(((_key(key), part) for key, part in value.items()), key=lambda item: item[0])
+    if isinstance(value, (list, tuple)) and not _is_plain(value):
+        return enumerate(value)
+    return []
+
+
+def _key(key) -> str:
+    """Return the text of a dictionary's key."""
+    return key if isinstance(key, str) else _text(key)
+
+
+def _is_plain(values) -> bool:
+    return all(isinstance(value, PLAIN_TYPES) for value in values)
+
+
+def _is_of_numpy(value) -> bool:
+    """Return True for an array or a number of NumPy."""
+    return hasattr(value, "tobytes") and not isinstance(value, type)
 
 
 def _text(value) -> str:
-    """The repr of a plain value, or the name of a function, a class or an object's type, whose repr
-    has an address."""
+    """Return the repr of a plain value, or a name.
+
+    The repr of a function or an object has an address, so a function or a class is its name, and
+    an object that of its type.
+    """
     if isinstance(value, PLAIN_TYPES):
         return repr(value)
     return getattr(value, "__qualname__", type(value).__qualname__)
 
 
 def _describe_tensor(tensor, sharded_dim: int | None, bits: bool) -> tuple[str, int]:
-    """Text and checksum of a tensor; without checksum if its bits may differ between ranks, or are
-    not plain memory."""
+    """Return text and checksum of a tensor.
+
+    There is no checksum if its bits may differ between ranks, or are not plain memory.
+    """
     if sharded_dim is not None:
         shape = [size for d, size in enumerate(tensor.shape) if d != sharded_dim % tensor.dim()]
         return f"{tensor.dtype} {shape} and the vocabulary", 0
-    if (
-        tensor.layout != torch.strided
-        or tensor.is_meta
-        or hasattr(tensor, "placements")
-        or not bits
-    ):
+    is_memory = tensor.layout == torch.strided and not tensor.is_meta
+    is_dtensor = hasattr(tensor, "placements")
+    if not (bits and is_memory) or is_dtensor:
         return f"{tensor.layout} {tensor.dtype} {list(tensor.shape)}", 0
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return f"{tensor.dtype} {list(tensor.shape)}", zlib.crc32(data.numpy())
 
 
 def _compare(facts: tuple[dict, ...]):
-    """Raise ValueError on all ranks if their facts, a dict each, differ or shards do not cover the
-    vocabulary once."""
-    bounds, first = [rank_facts.pop("bounds") for rank_facts in facts], facts[0]
+    """Raise ValueError on all ranks if their facts, a dict each, or their shards do not agree."""
+    bounds = [rank_facts.pop("bounds") for rank_facts in facts]
+    first = facts[0]
     for rank, other in enumerate(facts):
-        for name in dict.fromkeys((*first, *other)):
-            (a, checksum), (b, other_checksum) = (
-                x.get(name, ("nothing", 0)) for x in (first, other)
+        _compare_with_first(first, other, rank)
+    _expect_cover(bounds, first["vocab_size"][0])
+    whole = [rank for rank, (_, _, tp_invariant) in enumerate(bounds) if tp_invariant]
+    others = [rank for rank, (_, _, tp_invariant) in enumerate(bounds) if not tp_invariant]
+    if whole and others:
+        raise ValueError(
+            "ranks must make their shards alike (all by from_group, say), got whole chunks of the "
+            f"vocabulary, with known bounds of the others, on ranks {whole} of the group, "
+            f"and bounds alone on ranks {others}"
+        )
+
+
+def _compare_with_first(first: dict, other: dict, rank: int):
+    """Raise ValueError with the first fact that differs between rank 0 of the group and `rank`."""
+    nothing = "nothing", 0
+    for name in dict.fromkeys((*first, *other)):
+        expected, checksum = first.get(name, nothing)
+        found, other_checksum = other.get(name, nothing)
+        if expected != found or checksum != other_checksum:
+            said = found if expected != found else "other values"
+            raise ValueError(
+                f"ranks must agree on {name}: rank 0 of the group has {expected}, got {said} on "
+                f"rank {rank}"
             )
-            if a != b or checksum != other_checksum:
-                b = b if a != b else "other values"
-                raise ValueError(
-                    f"ranks must agree on {name}: rank 0 of the group has {a}, got {b} on rank "
-                    f"{rank}"
-                )
-    vocab_size, covered = first["vocab_size"][0], 0
+
+
+def _expect_cover(bounds: list[tuple[int, int, bool]], vocab_size: str):
+    """Raise ValueError unless shards [start, stop) cover the vocabulary once, in any order."""
+    covered = 0
     for start, stop, _ in sorted(bound for bound in bounds if bound[0] < bound[1]):
         covered = stop if start == covered else -1
     if str(covered) != vocab_size:
         owned = [list(bound[:2]) for bound in bounds]
         raise ValueError(f"the shards of the group must cover [0, {vocab_size}) once, got {owned}")
-    alike = {
-        whole: [rank for rank, bound in enumerate(bounds) if bound[2] == whole]
-        for whole in (True, False)
-    }
-    if alike[True] and alike[False]:
-        raise ValueError(
-            "ranks must make their shards alike (all by from_group, say), got whole chunks of the "
-            f"vocabulary, with known bounds of the others, on ranks {alike[True]} of the group, "
-            f"and bounds alone on ranks {alike[False]}"
-        )
 
 
 def _compare_job(texts: list[str] | None, error):
-    """Raise ValueError, on all ranks that have no error of their own, if two ranks of the job have
-    equal labels and other logits (or weights), and no shard: each has its columns of one
-    vocabulary. Data-parallel ranks have other labels. A warning if ranks did not come, as those of
-    other pipeline stages do not; then nothing is compared."""
+    """Raise ValueError if two ranks of the job have each its columns of one vocabulary.
+
+    Such ranks have equal labels and other logits (or weights), and no shard; data-parallel ranks
+    have other labels. All ranks raise that have no error of their own. A warning if ranks did not
+    come, as those of other pipeline stages do not; then nothing is compared.
+    """
     if texts is None and "job" not in _logged:
         _logged.add("job")
         _log.warning(

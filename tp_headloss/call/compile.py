@@ -15,8 +15,10 @@ R = TypeVar("R")
 
 
 def uncompiled(reason: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate a public call before which torch.compile breaks its graph; with fullgraph=True it
-    raises the reason."""
+    """Decorate a public call before which torch.compile breaks its graph.
+
+    With fullgraph=True it raises the reason.
+    """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         return disabled_for_compile(function, reason)
@@ -41,10 +43,8 @@ def uncompiled_where_needed(function: Callable[P, R]) -> Callable[P, R]:
     Where an option is for eager, torch.compile leaves the call alone; with fullgraph=True it raises
     the reason.
     """
-    uncompiled: list[Any] = [
-        disabled_for_compile(function, f"{name}={value!r} is for eager: {reason}")
-        for name, value, reason in EAGER_ONLY
-    ]
+    reasons = [f"{name}={value!r} is for eager: {reason}" for name, value, reason in EAGER_ONLY]
+    uncompiled: list[Any] = [disabled_for_compile(function, reason) for reason in reasons]
 
     described: Any = function
     plain, names = described.__wrapped__, described.names
@@ -53,14 +53,12 @@ def uncompiled_where_needed(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_compiling():
             module: Any = args[0] if len(args) > 0 else None  # a HeadLoss
-            options = (
-                module.options if isinstance(module, torch.nn.Module) else kwargs.get("options")
-            )
+            is_module = isinstance(module, torch.nn.Module)
+            options = module.options if is_module else kwargs.get("options")
             found = None
             for i, (name, value, _reason) in enumerate(EAGER_ONLY):
-                given = getattr(
-                    kwargs.get("linear") if name in ("main_grad", "mode") else options, name, None
-                )
+                is_of_linear = name in ("main_grad", "mode")
+                given = getattr(kwargs.get("linear") if is_of_linear else options, name, None)
                 if found is None and given is not None and given == value:
                     found = i
             # not in the loop, of which torch.compile would leave the whole function alone
@@ -72,23 +70,32 @@ def uncompiled_where_needed(function: Callable[P, R]) -> Callable[P, R]:
         try:
             return plain(*args, **kwargs)
         except RuntimeError as error:
-            given = inspect.signature(plain).bind_partial(*args, **kwargs).arguments
-            if "Inference tensors" in str(error) and (made := list(_inference_tensors("", given))):
-                said = "tensors of torch.inference_mode(): make them under torch.no_grad(), or pass their .clone()"
-                raise ValueError(
-                    f"{' and '.join(made)} must be tensors that autograd can save, got {said}"
-                ) from error
+            if "Inference tensors" in str(error):
+                given = inspect.signature(plain).bind_partial(*args, **kwargs).arguments
+                _refuse_inference_tensors(given, error)
             raise
 
     return call
 
 
+def _refuse_inference_tensors(given: dict[str, Any], error: RuntimeError):
+    """Raise ValueError with the arguments, if any, that autograd cannot save."""
+    made = list(_inference_tensors("", given))
+    if made:
+        said = "tensors of torch.inference_mode(): make them under torch.no_grad(), or pass their .clone()"
+        raise ValueError(
+            f"{' and '.join(made)} must be tensors that autograd can save, got {said}"
+        ) from error
+
+
 def _inference_tensors(name: str, value) -> Iterator[str]:
-    """Names of the tensors in an argument, or in parts of it, that autograd cannot save."""
+    """Yield the names of tensors in an argument, or in parts of it, that autograd cannot save."""
     if isinstance(value, torch.Tensor):
         yield from [name] * value.is_inference()
-    parts: Any = (
-        value if isinstance(value, dict) else vars(value) if dataclasses.is_dataclass(value) else {}
-    )
+    parts: Any = {}
+    if isinstance(value, dict):
+        parts = value
+    elif dataclasses.is_dataclass(value):
+        parts = vars(value)
     for key, part in parts.items():
         yield from _inference_tensors(f"{name}.{key}".lstrip("."), part)

@@ -1,5 +1,7 @@
-"""`Given`: the arguments of one call for statistics as one value, as the caller gave them, then
-this rank's part."""
+"""`Given`: the arguments of one call for statistics as one value.
+
+First they are as the caller gave them, then this rank's part of them.
+"""
 
 from __future__ import annotations
 
@@ -63,8 +65,10 @@ class Given(NamedTuple):
 
     @classmethod
     def checked(cls, logits, labels, shard, want: Any, transform, options) -> Given:
-        """Return the arguments with defaults in the place of None. Raises TypeError for options of
-        another type."""
+        """Return the arguments with defaults in the place of None.
+
+        Raises TypeError for options of another type.
+        """
         transform = NO_TRANSFORM if transform is None else transform
         options = DEFAULTS if options is None else options
         LINES["options"].check("options", options, {})
@@ -74,23 +78,26 @@ class Given(NamedTuple):
         return cls(logits, labels, shard, names, transform, options=options)
 
     def check(self, sizes: Sizes, *names: str):
-        """Raise TypeError or ValueError unless these arguments, and tensors that are fields of
-        them, are what their lines say. sizes: of symbols of shapes, and the device, that are known;
-        K is of each argument by itself."""
+        """Raise TypeError or ValueError unless these arguments are what their lines say.
+
+        So must be tensors that are fields of them.
+
+        Args:
+            sizes: of symbols of shapes, and the device, that are known; K is of each argument by
+                itself.
+        """
         for name in names:
             value = getattr(self, name)
             LINES[name].check(name, value, sizes)
-            within = (
-                sizes
-                if value is None
-                else {symbol: size for symbol, size in sizes.items() if symbol != "K"}
-            )
+            if value is None:
+                continue
+            within = {symbol: size for symbol, size in sizes.items() if symbol != "K"}
             others = PER_TOKEN if getattr(value, "spans", None) is None else FLAT_SETS
+            owner = getattr(value, "called", "")
             for field, line in getattr(value, "lines", {}).items():
-                if isinstance(x := getattr(value, field), torch.Tensor):
-                    (others.get(field) or line).check(
-                        getattr(value, "called", "") + field, x, within
-                    )
+                x = getattr(value, field)
+                if isinstance(x, torch.Tensor):
+                    (others.get(field) or line).check(owner + field, x, within)
 
     @property
     def tokens(self) -> Any:
@@ -103,20 +110,18 @@ class Given(NamedTuple):
             if isinstance(x := getattr(self, name), torch.Tensor):
                 expect_dense("hidden states" if name == "hidden" else name, x)
         hidden_grad = "all_reduce" if self.linear is None else self.linear.hidden_grad
-        logits, labels, hidden, weight, bias, shard = (
-            *self[:2],
-            self.hidden,
-            self.weight,
-            self.bias,
-            self.shard,
-        )
+        logits = self.logits
+        hidden = self.hidden
+        weight = self.weight
+        bias = self.bias
         if self.linear is None:
-            logits, shard = local_logits(logits, shard)
+            logits, shard = local_logits(logits, self.shard)
         else:
-            hidden, weight, bias, shard = local_head(hidden, weight, bias, shard, hidden_grad)
+            hidden, weight, bias, shard = local_head(hidden, weight, bias, self.shard, hidden_grad)
             HIDDEN.check("hidden states", hidden, {})
-            tokens, is_every_token = getattr(labels, "shape", ()), hidden_grad != "reduce_scatter"
-            if is_every_token and hidden.shape[:-1] != tokens == weight.shape[:-1]:
+            tokens = getattr(self.labels, "shape", ())
+            are_swapped = hidden.shape[:-1] != tokens == weight.shape[:-1]
+            if are_swapped and hidden_grad != "reduce_scatter":
                 said = f"{list(hidden.shape)} (are hidden states and weight swapped?)"
                 raise ValueError(
                     f"hidden states must be [*{list(tokens)}, H] for these labels, got {said}"

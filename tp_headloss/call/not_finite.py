@@ -1,9 +1,8 @@
-"""`Options(check=True)`: which NaN, or infinity, made statistics NaN, as a ValueError on every
-rank."""
+"""`Options(check=True)`: a ValueError on every rank about the NaN that made statistics NaN."""
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,21 +11,22 @@ from ..ranks.comm import gather_objects, sum_over_ranks
 
 
 def expect_finite(name: str, x: Any, where: torch.Tensor):
-    """Raise ValueError if a replicated tensor [.., *] holds NaN or an infinity at one of some
-    tokens, True in `where` [..], or, where its name says that it has log-probs, which may be -inf,
-    a number above 0, but for rounding."""
+    """Raise ValueError if a replicated tensor [.., *] holds NaN or an infinity at a token.
+
+    Tokens count that are True in `where` [..]. Where the name says that they are log-probs, they
+    may be -inf, and must not be above 0, but for rounding.
+    """
     if not isinstance(x, torch.Tensor) or not x.is_floating_point():
         return
     has_log_probs = name.strip("'").endswith(("log_prob", "log_probs"))
-    bad = _any_beyond(x.isnan() | (x > 1e-3 if has_log_probs else x.isinf()), where.dim())
+    refused = x > 1e-3 if has_log_probs else x.isinf()
+    bad = _any_beyond(x.isnan() | refused, where.dim())
     tokens = (bad.expand(where.shape) & where).flatten().nonzero().flatten().tolist()
     if tokens:
-        value = x.expand(*where.shape, *x.shape[where.dim() :]).flatten(0, where.dim() - 1)[
-            tokens[0]
-        ]
-        said = ": are these probabilities? Pass their log()" * bool(
-            has_log_probs and (value > 1e-3).any()
-        )
+        by_token = x.expand(*where.shape, *x.shape[where.dim() :]).flatten(0, where.dim() - 1)
+        value = by_token[tokens[0]]
+        are_probs = has_log_probs and bool((value > 1e-3).any())
+        said = ": are these probabilities? Pass their log()" * are_probs
         raise ValueError(
             f"{name} of token {tokens[0]} (flat index) holds {_word(value)}; "
             f"{_such(len(tokens), 'token')}{said}"
@@ -39,35 +39,24 @@ def expect_known(
     operands: dict[str, torch.Tensor],
     overwritten: bool,
 ):
-    """Raise ValueError, equal on all ranks of the group, if statistics of valid tokens are NaN
-    because an argument holds NaN, or an infinity that makes NaN. Only then ranks exchange: equal
-    statistics tell all of them.
+    """Raise ValueError, equal on all ranks of the group, if statistics of valid tokens are NaN.
 
-    outputs: statistics [..] by name. operands: hidden states and weight of a linear head; empty:
-    logits were given. overwritten: the gradient may be in the place of the logits, so that columns
-    say nothing.
+    The error names the argument that holds NaN, or an infinity that makes NaN. Ranks exchange only
+    if there is one: equal statistics tell all of them.
+
+    Args:
+        outputs: statistics [..] by name.
+        operands: hidden states and weight of a linear head; empty: logits were given.
+        overwritten: the gradient may be in the place of the logits, so that columns say nothing.
     """
-    valid, group = outputs["valid"], request.shard.group
+    valid = outputs["valid"]
+    group = request.shard.group
     nan = [_any_beyond(x.isnan(), valid.dim()) for x in outputs.values() if x.is_floating_point()]
     unknown = torch.stack(nan).any(0)  # none is ignored: their statistics are 0
     if not unknown.any():
         return
     here = dict(_not_finite(request, unknown, operands))
-    ranks = [here] if group is None else gather_objects(here, group)
-    for name, one in dict.fromkeys(
-        (name, found[0]) for ranks_found in ranks for name, found in ranks_found.items()
-    ):
-        rows = {row for found in ranks if name in found for row in found[name][1]}
-        row, column, value, rank = min(
-            (*found[name][2], r) for r, found in enumerate(ranks) if name in found
-        )
-        place = (
-            f"on rank {rank}"
-            if overwritten and name == "logits"
-            else f"in column {column} of rank {rank}"
-        )
-        verb = "holds" if one == "id" else "hold"
-        raise ValueError(f"{name} of {one} {row} {verb} {value} {place}; {_such(len(rows), one)}")
+    _refuse_found([here] if group is None else gather_objects(here, group), overwritten)
     tokens = (unknown & outputs["lse"].isnan()).flatten().nonzero().flatten().tolist()
     if operands and tokens and request.tensors.temperatures is None:
         raise ValueError(
@@ -76,17 +65,43 @@ def expect_known(
         )
 
 
+class _Found(NamedTuple):
+    """NaN or infinities that an argument of one rank holds."""
+
+    one: str  # what a row of it is, "token" or "id"
+    rows: list[int]  # numbers of all bad rows
+    first: tuple[int, int, str]  # row, column and value of the first
+
+
+def _refuse_found(ranks: list[dict[str, tuple]], overwritten: bool):
+    """Raise ValueError about the first argument, by name, of which some rank has a `_Found`."""
+    names = [name for rank_found in ranks for name in rank_found]
+    if not names:
+        return
+    name = names[0]
+    found = {rank: _Found(*own[name]) for rank, own in enumerate(ranks) if name in own}
+    one = next(iter(found.values())).one
+    rows = {row for own in found.values() for row in own.rows}
+    row, column, value, rank = min((*own.first, rank) for rank, own in found.items())
+    place = f"in column {column} of rank {rank}"
+    if overwritten and name == "logits":
+        place = f"on rank {rank}"
+    verb = "holds" if one == "id" else "hold"
+    raise ValueError(f"{name} of {one} {row} {verb} {value} {place}; {_such(len(rows), one)}")
+
+
 def expect_teacher_logits(request: Request, valid: torch.Tensor):
-    """Raise ValueError, equal on all ranks of the group, if the logits of a whole teacher are
-    probabilities at every valid token [..]: not negative, with a sum of 1. Ranks exchange their
-    parts of the sums wherever there is one."""
+    """Raise ValueError, equal on all ranks of the group, if a teacher's logits are probabilities.
+
+    They are if at every valid token [..] they are not negative, with a sum of 1. Ranks exchange
+    their parts of the sums wherever there is a whole teacher.
+    """
     if request.tensors.teacher is None or not valid.numel():
         return
-    part = request.tensors.teacher[:, : request.facts.valid_width]
-    part = part.sum(1, dtype=torch.float64).masked_fill((part < 0).any(1), torch.nan)
-    rows = ((sum_over_ranks(part, request.shard.group) - 1).abs() <= 1e-2)[
-        request.order.flatten(valid)
-    ]
+    columns = request.tensors.teacher[:, : request.facts.valid_width]
+    part = columns.sum(1, dtype=torch.float64).masked_fill((columns < 0).any(1), torch.nan)
+    is_one = (sum_over_ranks(part, request.shard.group) - 1).abs() <= 1e-2
+    rows = is_one[request.order.flatten(valid)]
     if len(rows) and rows.all():
         raise ValueError(
             "teacher.logits must be logits or log-probs, got probabilities, with a sum of 1 at "
@@ -95,74 +110,85 @@ def expect_teacher_logits(request: Request, valid: torch.Tensor):
 
 
 def _not_finite(request: Request, unknown: torch.Tensor, operands) -> Iterator[tuple[str, tuple]]:
-    """Yield the name of each argument of this rank that holds NaN or a harmful infinity, with what
-    a row of it is, all such rows, and (row, column, value) of the first. Only tokens that are True
-    in `unknown` [..] count."""
-    tensors, facts, head = request.tensors, request.facts, request.teacher_head
-    token = request.order.flatten(
-        torch.arange(unknown.numel(), device=unknown.device).view(unknown.shape)
-    )
-    counts, rank = (
-        unknown.flatten()[token],
-        0 if request.shard.group is None else request.shard.group.rank(),
-    )
+    """Yield the name of each argument of this rank that holds NaN or a harmful infinity.
+
+    With it comes a `_Found`, as a plain tuple. Only tokens that are True in `unknown` [..] count.
+    """
+    facts = request.facts
+    numbers = torch.arange(unknown.numel(), device=unknown.device).view(unknown.shape)
+    token = request.order.flatten(numbers)
+    counts = unknown.flatten()[token]
+    rank = 0 if request.shard.group is None else request.shard.group.rank()
     infinity = math.inf if facts.scale > 0 else -math.inf
-    of_tokens = {
-        **{name: x for name, x in operands.items() if name != "weight"},
-        "logits": None if operands else tensors.logits[:, : facts.valid_width],
-        "logits of the teacher": None
-        if tensors.teacher is None
-        else tensors.teacher[:, : facts.valid_width],
-        "hidden states of the teacher": head.teacher_hidden,
-    }
-    for name, x in of_tokens.items():
+    for name, x in _token_arguments(request, operands).items():
         if x is None:
             continue
         is_logits = "hidden" not in name
         bad = x.isnan() | (x == infinity if is_logits else x.isinf())
         # this rank's tokens
         rows = slice(None) if len(x) == len(token) else slice(rank * len(x), (rank + 1) * len(x))
-        yield from _first(
-            name, "token", x, bad & counts[rows, None], token[rows], facts.start if is_logits else 0
-        )
-    of_ids = operands.get("weight"), tensors.bias, head.teacher_weight, head.teacher_bias
+        start = facts.start if is_logits else 0
+        yield from _first(name, "token", x, bad & counts[rows, None], token[rows], start)
     ids = torch.arange(facts.start, facts.start + facts.valid_width, device=unknown.device)
-    for name, x in zip(("weight", "bias", "weight of the teacher", "bias of the teacher"), of_ids):
+    for name, x in _id_arguments(request, operands).items():
         if x is not None:
             # [V] -> [V, 1]; a rank may own none
             x = x[: facts.valid_width].unsqueeze(-1).flatten(1)
             yield from _first(name, "id", x, ~x.isfinite(), ids, 0)
 
 
+def _token_arguments(request: Request, operands) -> dict[str, torch.Tensor | None]:
+    """Return the arguments by rows [N, *] of tokens, without columns of padding."""
+    width = request.facts.valid_width
+    teacher = request.tensors.teacher
+    return {
+        **{name: x for name, x in operands.items() if name != "weight"},
+        "logits": None if operands else request.tensors.logits[:, :width],
+        "logits of the teacher": None if teacher is None else teacher[:, :width],
+        "hidden states of the teacher": request.teacher_head.teacher_hidden,
+    }
+
+
+def _id_arguments(request: Request, operands) -> dict[str, torch.Tensor | None]:
+    """Return the arguments by rows [width, *] of ids."""
+    return {
+        "weight": operands.get("weight"),
+        "bias": request.tensors.bias,
+        "weight of the teacher": request.teacher_head.teacher_weight,
+        "bias of the teacher": request.teacher_head.teacher_bias,
+    }
+
+
 def _any_beyond(bad: torch.Tensor, dims: int) -> torch.Tensor:
-    """[.., *] of so many leading dimensions, at most -> [..], any of [*]."""
+    """Return [..], any of [*], of [.., *] with at most so many leading dimensions."""
     while bad.dim() > dims:
         bad = bad.any(-1)
     return bad
 
 
 def _first(name: str, one: str, x: torch.Tensor, bad: torch.Tensor, rows: torch.Tensor, start: int):
-    """Yield the entry of `_not_finite`, if there is any: rows [n] name those of x [n, *], start its
-    first column."""
+    """Yield the entry of `_not_finite`, if there is any.
+
+    Args:
+        rows: [n], the numbers of the rows of x [n, *].
+        start: the number of its first column.
+    """
     found = bad.any(-1)
     if found.any():
         numbers = rows.masked_fill(~found, torch.iinfo(rows.dtype).max)
         at = int(numbers.argmin())
         column = int(bad[at].to(torch.uint8).argmax())
-        yield (
-            name,
-            (one, rows[found].tolist(), (int(rows[at]), start + column, _word(x[at, column]))),
-        )
+        first = int(rows[at]), start + column, _word(x[at, column])
+        yield name, (one, rows[found].tolist(), first)
 
 
 def _word(values: torch.Tensor) -> str:
-    """ "NaN", an infinity, or else the largest of some values."""
+    """Return "NaN", an infinity, or else the largest of some values."""
+    if values.isnan().any():
+        return "NaN"
     infinite = values[values.isinf()]
-    return (
-        "NaN"
-        if values.isnan().any()
-        else f"{float((infinite if len(infinite) else values).max()):g}"
-    )
+    largest = infinite.max() if len(infinite) else values.max()
+    return f"{float(largest):g}"
 
 
 def _such(count: int, one: str) -> str:

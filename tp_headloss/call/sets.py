@@ -1,5 +1,7 @@
-"""A call's sets and given ids: their checks, and what kernels take. Also the check of a top-K
-teacher's values."""
+"""A call's sets and given ids: their checks, and what kernels take.
+
+Also the check of a top-K teacher's values.
+"""
 
 import torch
 
@@ -13,8 +15,7 @@ from ..validation import refuse_tokens
 
 
 def validate_sets(sets: IdSets | None, labels, want, logits):
-    """Raise TypeError or ValueError, from metadata, unless the sets fit the call. logits: [..,
-    width]."""
+    """Raise TypeError or ValueError, from metadata, unless the sets fit logits [.., width]."""
     expect_both("sets", sets, OVER_SETS, want, "sets of ids, got none: sets=IdSets(ids)")
     if sets is None:
         return
@@ -25,8 +26,12 @@ def validate_sets(sets: IdSets | None, labels, want, logits):
 
 
 def expect_both(name: str, given, statistics, want, needed: str):
-    """Raise ValueError for what is given without statistics of it in want, or is not given and
-    needed for some."""
+    """Raise ValueError if an argument is given and serves no statistic in want, or is missing.
+
+    Args:
+        statistics: those that the argument serves.
+        needed: what to pass where it is missing.
+    """
     wanted = [statistic for statistic in statistics if statistic in want]
     if given is None and wanted:
         raise ValueError(f"{wanted} need {needed}")
@@ -37,7 +42,7 @@ def expect_both(name: str, given, statistics, want, needed: str):
 def set_tensors(
     sets: IdSets | None, lead, order: TokenOrder, facts: Facts
 ) -> dict[str, torch.Tensor]:
-    """The tensors of sets as a request has them. lead: shape of the tokens."""
+    """Return the tensors of sets as a request has them. lead: shape of the tokens."""
     if sets is None:
         return {}
     ids, spans = flat_ids(sets, lambda x: order.flatten(x.reshape(*lead, x.shape[-1])))
@@ -47,14 +52,11 @@ def set_tensors(
 
 
 def check_sets(sets: IdSets, labels, ignore_index: int, vocab_size: int):
-    """Raise ValueError with the first token, if any, whose set holds an unknown id or lacks its
-    label."""
+    """Raise ValueError with the first token whose set holds an unknown id or lacks its label."""
     ids, spans = flat_ids(sets, lambda x: x.reshape(labels.numel(), x.shape[-1]))
     row, place = rows_and_places(spans)
-    labels, unknown = (
-        labels.reshape(-1),
-        torch.zeros(len(spans), dtype=torch.bool, device=ids.device),
-    )
+    labels = labels.reshape(-1)
+    unknown = torch.zeros(len(spans), dtype=torch.bool, device=ids.device)
     unknown[row[ids[place] >= vocab_size]] = True
     unknown |= ~ragged(ids, spans).contains(labels)
     refuse_tokens(
@@ -71,9 +73,10 @@ LARGEST_MASS = 1.01
 
 
 def check_entries(teacher: TopKTeacher, labels, ignore_index: int, vocab_size: int):
-    """Raise ValueError with the first token, if any, of whose entries one is at or beyond the
-    vocabulary, or whose probabilities, with the tail's, add up to more than 1, as those of logits
-    in place of log-probs mostly do.
+    """Raise ValueError with the first token, if any, whose entries cannot be a teacher's.
+
+    They cannot if one is at or beyond the vocabulary, or if their probabilities, with the tail's,
+    add up to more than 1, as those of logits in place of log-probs mostly do.
 
     Rounding a log-prob l to a dtype changes its probability by a factor of up to 1 + eps * |l| / 2.
     """
@@ -83,9 +86,8 @@ def check_entries(teacher: TopKTeacher, labels, ignore_index: int, vocab_size: i
     check_ids(teacher.ids, labels, ignore_index, vocab_size, "teacher.ids", known)
     log_probs = given.double().masked_fill(~known, -torch.inf)
     probs = log_probs.exp()
-    rounding = torch.finfo(given.dtype).eps * (
-        probs * log_probs.masked_fill(~known, 0.0).abs()
-    ).sum(1)
+    changes = probs * log_probs.masked_fill(~known, 0.0).abs()
+    rounding = torch.finfo(given.dtype).eps * changes.sum(1)
     mass = probs.sum(1)
     if teacher.tail_log_prob is not None:
         mass = mass + teacher.tail_log_prob.detach().reshape(-1).double().exp()
@@ -109,8 +111,7 @@ def check_ids(
     name: str = "ids",
     known: torch.Tensor | bool = True,
 ):
-    """Raise ValueError with the first token, if any, of whose known ids [.., K] one is at or beyond
-    the vocabulary."""
+    """Raise ValueError with the first token of whose known ids [.., K] one is no id."""
     ids = ids.reshape(labels.numel(), ids.shape[-1])
     refuse_tokens(
         (labels.reshape(-1) != ignore_index) & (known & (ids >= vocab_size)).any(1),

@@ -39,8 +39,7 @@ def vocab_statistics(
     ignore_index: int = -100,
     options: Options | None = None,
 ) -> VocabStatistics:
-    """Differentiable per-token statistics of the whole vocabulary, from this rank's columns of the
-    logits.
+    """Return differentiable per-token statistics of the whole vocabulary, from this rank's logits.
 
     logits [.., width] sharded on V, labels [..] replicated -> statistics [..] fp32 replicated. One
     collective forward (none at one rank), backward: no communication; gradients meet in one kernel
@@ -99,8 +98,9 @@ def vocab_statistics(
 
 @documented_fields
 class LogProbs(NamedTuple):
-    """Per token, fp32, the labels' shape, equal bits on every rank: what a trainer needs of a
-    policy or reference.
+    """Log-probs, entropy and lse per token, as a trainer needs them of a policy or reference.
+
+    All are fp32, of the labels' shape, with equal bits on every rank.
 
     Attributes:
         log_prob: log p of the label, never above 0; 0 where ignored.
@@ -130,8 +130,9 @@ def log_probs(
     ignore_index: int = -100,
     options: Options | None = None,
 ) -> LogProbs:
-    """Log-prob of each label with entropy and lse: logits [.., width] sharded on V, labels [..] ->
-    [..] replicated.
+    """Return the log-prob of each label, with entropy and lse.
+
+    logits [.., width] sharded on V, labels [..] -> [..] replicated.
 
     `vocab_statistics` under the name that RL trainers look for, same arguments and errors; one
     collective forward, none backward. Nothing is shifted: labels[t] is scored by logits[t].
@@ -174,9 +175,12 @@ def log_probs(
 def computed_statistics(
     request: Request, labels, options: Options | None, way: Way | MaybeNone = None, reduction=None
 ):
-    """The statistics of a checked call, and with a `FusedReduction` its loss and sums, else None.
+    """Return the statistics of a checked call, and with a `FusedReduction` its loss and sums.
 
-    way: how they are computed; None: the general one.
+    Without one these are None.
+
+    Args:
+        way: how they are computed; None: the general one.
     """
     options = options or DEFAULTS
     way = way or general(options.inplace)
@@ -189,11 +193,8 @@ def computed_statistics(
     if torch.compiler.is_compiling():
         refuse_export(*tensors)
     *outputs, loss, sums = Statistics.apply(*tensors, request, way, reduction)
-    return (
-        assembled(outputs, request, labels, options.check, overwritten=options.inplace),
-        loss,
-        sums,
-    )
+    stats = assembled(outputs, request, labels, options.check, overwritten=options.inplace)
+    return stats, loss, sums
 
 
 def assembled(
@@ -204,8 +205,11 @@ def assembled(
     operands: dict | None = None,
     overwritten: bool = False,
 ) -> VocabStatistics:
-    """Statistics [N] in the order of `layout.outputs` -> [..]. operands, overwritten: as in
-    `expect_known`."""
+    """Return statistics [..] from those [N] in the order of `layout.outputs`.
+
+    Args:
+        operands, overwritten: as in `expect_known`.
+    """
     if not request.order.is_plain:
         outputs = request.order.restored(outputs, request.layout.outputs)
     if check:

@@ -1,5 +1,7 @@
-"""Subclasses of a tensor, whose memory need not be the values that they stand for: kernels read
-memory."""
+"""Subclasses of a tensor, whose memory need not be the values that they stand for.
+
+Kernels read memory.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,7 @@ def is_dtensor(x) -> TypeGuard[DTensor]:
 
 
 def refuse_dtensor(name: str, x):
-    """Raise TypeError for a DTensor in the place of what is the same number or tensor on every
-    rank."""
+    """Raise TypeError for a DTensor in the place of what is the same on every rank."""
     if is_dtensor(x):
         raise TypeError(
             f"{name} must be the same plain tensor on every rank, got a DTensor: pass its "
@@ -39,20 +40,25 @@ class _Waited(torch.autograd.Function):
         return gradient
 
 
+def _operations_of(kind: Any) -> list[Any]:
+    """Return the functions by which a class of tensors has operations of its own."""
+    methods = kind.__torch_dispatch__, kind.__torch_function__
+    return [getattr(method, "__func__", method) for method in methods]
+
+
 def plain(name: str, x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose memory holds its values: x itself, a DTensor, too; what a quantised
-    tensor stands for; the result of a collective. TypeError for other subclasses with own
-    operations, and quantised tensors with gradients."""
+    """Return a tensor whose memory holds its values.
+
+    That is x itself, a DTensor, too; what a quantised tensor stands for; the result of a
+    collective. TypeError for other subclasses with own operations, and quantised tensors with
+    gradients.
+    """
     base: Any = torch.Tensor
     kind: Any = type(x)
     if kind in (base, torch.nn.Parameter) or is_dtensor(x):
         return x
-    own = "__torch_dispatch__", "__torch_function__"
-    known = *(getattr(base, name) for name in own), torch._C._disabled_torch_function_impl
-    functions = (getattr(kind, name) for name in own)
-    ordinary = all(
-        getattr(f, "__func__", f) in [getattr(k, "__func__", k) for k in known] for f in functions
-    )
+    known = [*_operations_of(base), torch._C._disabled_torch_function_impl]
+    ordinary = all(function in known for function in _operations_of(kind))
     if ordinary or kind.__name__ in ("FakeTensor", "FunctionalTensor"):
         return x
     if kind.__name__ == "AsyncCollectiveTensor":

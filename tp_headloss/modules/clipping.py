@@ -1,11 +1,10 @@
-"""`clip_grad_norm_`: torch's, for models of which some parameters are sharded and others
-replicated."""
+"""`clip_grad_norm_`, as torch's, for models with both sharded and replicated parameters."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Annotated
 
 import torch
@@ -28,9 +27,10 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     tensor_parallel_group: Group = None,
 ) -> torch.Tensor:
-    """Scale gradients to a norm of at most max_norm, as torch.nn.utils.clip_grad_norm_ does, and
-    return the norm of the whole model's: each element counts once, and the norm has the same bits
-    on all ranks of the groups.
+    """Scale gradients to a norm of at most max_norm, as torch.nn.utils.clip_grad_norm_ does.
+
+    The norm is that of the whole model's gradients: each element counts once, and the norm has the
+    same bits on all ranks of the groups.
 
     Which parameters are sharded is said by themselves: DTensors by their placements, on any mesh
     (Partial gradients are a ValueError); rows of a `VocabParallelHead` or `VocabParallelEmbedding`
@@ -59,33 +59,14 @@ def clip_grad_norm_(
         >>> clip_grad_norm_([weight], 1.0), weight.grad
         (tensor(5., dtype=torch.float64), tensor([0.6000, 0.8000]))
     """
-    # by the groups over which a parameter is sharded
-    norms: dict[tuple[str, ...], list[torch.Tensor]] = {}
+    distinct = dict.fromkeys(_as_tensors(parameters))
+    if not distinct:
+        return torch.zeros((), dtype=torch.float64)
+    _expect_marks(distinct, tensor_parallel_group)
+    norm_type = float(norm_type)
+    device = None  # that of the first gradient, where norms are
+    norms: dict[tuple[str, ...], list[torch.Tensor]] = {}  # by the groups of the parameters
     gradients: dict[torch.device, list[torch.Tensor]] = {}
-    device, norm_type = None, float(norm_type)
-    if isinstance(parameters, torch.nn.Module):
-        raise TypeError(
-            f"parameters must be tensors, got {type(parameters).__name__}: pass model.parameters()"
-        )
-    if not isinstance(parameters, Iterable):
-        raise TypeError(f"parameters must be tensors, got {type(parameters).__name__}")
-    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    if others := [type(p).__name__ for p in given if not isinstance(p, torch.Tensor)]:
-        raise TypeError(
-            f"parameters must be tensors, got {others[0]} among them: pass model.parameters()"
-        )
-    distinct = dict.fromkeys(given)
-    said = [
-        hasattr(p, mark)
-        for p in distinct
-        for mark in ("tensor_model_parallel", "sharded_over", "placements")
-    ]
-    if said and not any(said) and group_size(tensor_parallel_group) > 1:
-        raise ValueError(
-            "tensor_parallel_group= needs sharded parameters that say so, "
-            f"parameter.tensor_model_parallel = True, got {len(distinct)} parameters that say "
-            "nothing: mark those that are, or leave the group out if none is"
-        )
     for p in distinct:
         found = getattr(p, "main_grad", None)
         gradient = p.grad if found is None else found
@@ -97,21 +78,9 @@ def clip_grad_norm_(
             gradients.setdefault(local.device, []).append(local)
             # in fp32 the norm of a large tensor is good to 1e-6, and depends on how the tensor is
             # cut
-            parts.append(torch.linalg.vector_norm(local, norm_type, dtype=torch.float64).to(device))
-    if device is None:
-        return torch.zeros((), dtype=torch.float64)
-    totals = []
-    for over, parts in norms.items():
-        total = torch.linalg.vector_norm(torch.stack(parts), norm_type)
-        for name in over:
-            total = torch.linalg.vector_norm(
-                gather_from_ranks(total, resolve_process_group(name)), norm_type
-            )
-        totals.append(total)
-    total = torch.linalg.vector_norm(torch.stack(totals), norm_type)
-    # replicated gradients may differ in the last bit
-    for name in dict.fromkeys(itertools.chain(*norms)):
-        total = gather_from_ranks(total, resolve_process_group(name))[0]
+            norm = torch.linalg.vector_norm(local, norm_type, dtype=torch.float64)
+            parts.append(norm.to(device))
+    total = _norm_over_groups(norms, norm_type)
     if error_if_nonfinite and not math.isfinite(total):
         raise RuntimeError(f"the norm of the gradients must be finite, got {float(total)}")
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
@@ -120,8 +89,58 @@ def clip_grad_norm_(
     return total
 
 
+def _as_tensors(parameters) -> list[torch.Tensor]:
+    """Return the parameters as a list. Raises TypeError for anything but tensors."""
+    name = type(parameters).__name__
+    if isinstance(parameters, torch.nn.Module):
+        raise TypeError(f"parameters must be tensors, got {name}: pass model.parameters()")
+    if not isinstance(parameters, Iterable):
+        raise TypeError(f"parameters must be tensors, got {name}")
+    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    for p in given:
+        if not isinstance(p, torch.Tensor):
+            raise TypeError(
+                f"parameters must be tensors, got {type(p).__name__} among them: pass "
+                "model.parameters()"
+            )
+    return given
+
+
+def _expect_marks(parameters: Collection[torch.Tensor], group):
+    """Raise ValueError if there is a group, and no parameter says whether it is sharded."""
+    if group_size(group) > 1 and not any(map(_is_marked, parameters)):
+        raise ValueError(
+            "tensor_parallel_group= needs sharded parameters that say so, "
+            f"parameter.tensor_model_parallel = True, got {len(parameters)} parameters that say "
+            "nothing: mark those that are, or leave the group out if none is"
+        )
+
+
+def _is_marked(p: torch.Tensor) -> bool:
+    return any(hasattr(p, x) for x in ("tensor_model_parallel", "sharded_over", "placements"))
+
+
+def _norm_over_groups(norms: dict[tuple[str, ...], list[torch.Tensor]], norm_type: float):
+    """Return the norm of the whole model, a float64 scalar, from norms of this rank's parts.
+
+    The parts are by the names of the groups over which they are sharded.
+    """
+    totals = []
+    for over, parts in norms.items():
+        total = torch.linalg.vector_norm(torch.stack(parts), norm_type)
+        for name in over:
+            of_ranks = gather_from_ranks(total, resolve_process_group(name))
+            total = torch.linalg.vector_norm(of_ranks, norm_type)
+        totals.append(total)
+    total = torch.linalg.vector_norm(torch.stack(totals), norm_type)
+    # replicated gradients may differ in the last bit
+    for name in dict.fromkeys(itertools.chain(*norms)):
+        total = gather_from_ranks(total, resolve_process_group(name))[0]
+    return total
+
+
 def _sharded_over(p: torch.Tensor, gradient: torch.Tensor | None, group) -> tuple[str, ...]:
-    """Names of the groups over which a parameter is sharded, one after the other."""
+    """Return the names of the groups over which a parameter is sharded, one after the other."""
     if is_dtensor(p):
         spec = p if gradient is None else gradient
         if not is_dtensor(spec) or any(placement.is_partial() for placement in spec.placements):
@@ -130,9 +149,8 @@ def _sharded_over(p: torch.Tensor, gradient: torch.Tensor | None, group) -> tupl
                 f"{spec}"
             )
         mesh = spec.device_mesh
-        dims = [
-            dim for dim, placement in enumerate(spec.placements) if not placement.is_replicate()
-        ]
+        placements = enumerate(spec.placements)
+        dims = [dim for dim, placement in placements if not placement.is_replicate()]
         return tuple(mesh.get_group(dim).group_name for dim in dims if mesh.size(dim) > 1)
     if name := getattr(p, "sharded_over", ""):
         return (name,)

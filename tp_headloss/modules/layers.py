@@ -1,5 +1,7 @@
-"""The two vocabulary matrices of a model as modules, embedding and output layer, each sharded over
-a group's ranks."""
+"""The two vocabulary matrices of a model as modules: embedding and output layer.
+
+Each is sharded over a group's ranks.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +38,10 @@ def _expect_parameter(name: str, weight):
 
 @checked
 class VocabParallelEmbedding(VocabRows):
-    """Embedding with a sharded vocabulary: ids [..] replicated -> rows [.., H] replicated; forward:
-    one all-reduce, backward: no communication. An id outside of [0, vocab_size) gives a row of NaN
-    on every rank.
+    """Embedding with a sharded vocabulary.
+
+    ids [..] replicated -> rows [.., H] replicated; forward: one all-reduce, backward: no
+    communication. An id outside of [0, vocab_size) gives a row of NaN on every rank.
 
     Args:
         init: by default std 1.
@@ -74,10 +77,8 @@ class VocabParallelEmbedding(VocabRows):
         if not torch.compiler.is_compiling():
             self.shard.expect_live_group()
             self.mark_sharded()
-        shard, weight = (
-            self.shard,
-            self.weight.to_local() if is_dtensor(self.weight) else self.weight,
-        )
+        shard = self.shard
+        weight = self.weight.to_local() if is_dtensor(self.weight) else self.weight
         shard.expect_width("weight", weight.shape[0], "rows")
         if self.sequence_parallel and (ids.dim() == 0 or ids.shape[0] % shard.world_size):
             raise ValueError(
@@ -90,25 +91,22 @@ class VocabParallelEmbedding(VocabRows):
             part = F.embedding((ids - shard.start).masked_fill(~owned, 0), weight)
         unknown = (ids < 0) | (ids >= shard.vocab_size)
         # a select, because a row of NaN times 0 is not 0
-        part = torch.where(owned.unsqueeze(-1), part, 0.0).masked_fill(
-            unknown.unsqueeze(-1), torch.nan
-        )
+        part = torch.where(owned.unsqueeze(-1), part, 0.0)
+        part = part.masked_fill(unknown.unsqueeze(-1), torch.nan)
         how = "reduce_scatter" if self.sequence_parallel else "all_reduce"
-        return FromShards.apply(
-            part, how, shard.world_size, shard.group_name, _grad_anchor(part, how, shard)
-        )
+        anchor = _grad_anchor(part, how, shard)
+        return FromShards.apply(part, how, shard.world_size, shard.group_name, anchor)
 
 
 @checked
 class VocabParallelHead(VocabRows):
-    """Output layer with a sharded vocabulary, weight [V/P, H]: hidden states in; losses, statistics
-    or logits out.
+    """Output layer with a sharded vocabulary: hidden states in; losses, statistics or logits out.
 
-    ``head(hidden, labels)`` is the `HeadLossOutput` of ``head_loss`` without logits
-    (`HeadLoss.linear`), ``head.statistics(hidden, labels)`` is `linear_vocab_statistics`,
-    ``head(hidden)`` are this rank's logits before the transform: ``log_probs(head(hidden), labels,
-    transform=head.transform)`` needs it again. Several depths of multi-token prediction are one
-    call, see `multi_token_targets`.
+    The weight is [V/P, H]. ``head(hidden, labels)`` is the `HeadLossOutput` of ``head_loss``
+    without logits (`HeadLoss.linear`), ``head.statistics(hidden, labels)`` is
+    `linear_vocab_statistics`, ``head(hidden)`` are this rank's logits before the transform:
+    ``log_probs(head(hidden), labels, transform=head.transform)`` needs it again. Several depths of
+    multi-token prediction are one call, see `multi_token_targets`.
 
     ``state_dict`` describes weight and bias as DTensors (``Shard(0)``), so that
     `torch.distributed.checkpoint` saves them at one group size and loads them at another; before an
@@ -151,15 +149,15 @@ class VocabParallelHead(VocabRows):
         dtype: torch.dtype | None = None,
     ):
         super().__init__(hidden_size, shard, init, device, dtype, bias, weight)
-        if transform is not None and (
-            transform.bias is not None or isinstance(transform.temperature, torch.Tensor)
-        ):
+        transform = transform or Transform()
+        if transform.bias is not None or isinstance(transform.temperature, torch.Tensor):
             raise ValueError(
                 "transform must be numbers here: the bias is the module's, temperatures of tokens "
                 "a call's"
             )
         self.head_loss = HeadLoss() if head_loss is None else head_loss
-        self.transform, self.linear = transform or Transform(), linear or Linear()
+        self.transform = transform
+        self.linear = linear or Linear()
 
     @overload
     def forward(self, hidden: torch.Tensor, labels: None = None) -> torch.Tensor: ...
@@ -186,8 +184,9 @@ class VocabParallelHead(VocabRows):
         head_loss: HeadLoss | None = None,
         **kwargs,
     ) -> HeadLossOutput | torch.Tensor:
-        """Return the `HeadLossOutput` of hidden [.., H] and labels [..]; without labels this rank's
-        `logits`.
+        """Return the `HeadLossOutput` of hidden [.., H] and labels [..].
+
+        Without labels it is this rank's `logits`.
 
         Args:
             head_loss: `HeadLoss` of this call instead of the module's.
@@ -201,11 +200,8 @@ class VocabParallelHead(VocabRows):
             return self.logits(hidden)
         head_loss = self.head_loss if head_loss is None else head_loss
         Instance(HeadLoss).check("head_loss", head_loss, {})
-        kwargs = {
-            "linear": self.linear,
-            **kwargs,
-            "transform": self._transform_at(kwargs.get("transform")),
-        }
+        transform = self._transform_at(kwargs.get("transform"))
+        kwargs = {"linear": self.linear, **kwargs, "transform": transform}
         return head_loss.linear(
             hidden, self.weight, labels, bias=self.bias, shard=self.shard, **kwargs
         )
@@ -222,8 +218,10 @@ class VocabParallelHead(VocabRows):
         options: Options | None = None,
         **kwargs,
     ) -> VocabStatistics:
-        """Return the statistics [..] of hidden [.., H] and labels [..]; keywords as in
-        `linear_vocab_statistics`."""
+        """Return the statistics [..] of hidden [.., H] and labels [..].
+
+        Keywords are those of `linear_vocab_statistics`.
+        """
         linear = replace(self.linear, mode="recompute", upstream=None)
         transform = self._transform_at(kwargs.get("transform"))
         kwargs = {"linear": linear, "options": options, **kwargs, "transform": transform}
@@ -232,8 +230,10 @@ class VocabParallelHead(VocabRows):
         )
 
     def _transform_at(self, call_transform: Transform | None) -> Transform:
-        """The module's transform at the temperature of a call. ValueError if the call sets anything
-        else."""
+        """Return the module's transform at the temperature of a call.
+
+        ValueError if the call sets anything else.
+        """
         if not torch.compiler.is_compiling():  # every call comes here
             self.mark_sharded()
         if call_transform is None:
@@ -247,11 +247,10 @@ class VocabParallelHead(VocabRows):
         return replace(self.transform, temperature=call_transform.temperature)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return hidden @ weight^T + bias [.., width] sharded on V, for hidden [.., H]; 0 in
-        columns of padding.
+        """Return hidden @ weight^T + bias [.., width] sharded on V, for hidden [.., H].
 
-        The logits are not transformed: pass them to a HeadLoss with ``shard=head.shard,
-        transform=head.transform``.
+        Columns of padding are 0. The logits are not transformed: pass them to a HeadLoss with
+        ``shard=head.shard, transform=head.transform``.
         """
         how = self.linear.hidden_grad
         hidden, weight, bias, shard = local_head(hidden, self.weight, self.bias, self.shard, how)
@@ -260,16 +259,17 @@ class VocabParallelHead(VocabRows):
             valid = torch.arange(shard.width, device=weight.device) < shard.valid_width
             weight = torch.where(valid[:, None], weight, 0.0)
             bias = None if bias is None else torch.where(valid, bias, 0.0)
-        hidden = ToShards.apply(
-            hidden, how, shard.world_size, shard.group_name, _grad_anchor(hidden, how, shard)
-        )
+        anchor = _grad_anchor(hidden, how, shard)
+        hidden = ToShards.apply(hidden, how, shard.world_size, shard.group_name, anchor)
         return F.linear(hidden, weight, bias)
 
 
 def _grad_anchor(x, how: str, shard: VocabShard) -> torch.Tensor | None:
-    """Dummy that requires grad, so that autograd runs a backward, and its collective, on every
-    rank, even where the shard is empty or the parameters are frozen. None if there is no
-    collective."""
+    """Return a dummy that requires grad, or None if there is no collective.
+
+    With it autograd runs a backward, and its collective, on every rank, even where the shard is
+    empty or the parameters are frozen.
+    """
     if how == "none" or shard.world_size == 1 or torch.compiler.is_compiling():
         return None
     return x.new_empty(0).requires_grad_()
@@ -285,9 +285,10 @@ def multi_token_targets(
     cu_seqlens: Starts | None = None,
     document_ids: UnshiftedLabels | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the labels and token weights [1 + D, .., S] of multi-token prediction: row 0 for the
-    main head, row d for the depth that predicts the token d positions later. Pass hidden states
-    stacked alike, [1 + D, .., S, H].
+    """Return the labels and token weights [1 + D, .., S] of multi-token prediction.
+
+    Row 0 is for the main head, row d for the depth that predicts the token d positions later. Pass
+    hidden states stacked alike, [1 + D, .., S, H].
 
     With ``denominator=`` the number T of labels that are not ignored (in the global batch), the
     mean of a `HeadLoss` is the loss of DeepSeek-V3 (arXiv:2412.19437, equations 24 and 25): main +
@@ -301,10 +302,11 @@ def multi_token_targets(
     later (no gradient goes there).
 
         rows, _ = multi_token_targets(labels, depths)
-        later = torch.stack([main.roll(-d, -2) for d in range(1, 1 + depths)])  # [D, .., S, H]; its
-        ends are ignored out = head(hidden[1:], rows[1:], head_loss=HeadLoss([Distillation(1.0,
-        "cross_entropy")]),
-                   inputs={"teacher": TeacherHead(later, head.weight)})
+        # [D, .., S, H]; its ends are ignored
+        later = torch.stack([main.roll(-d, -2) for d in range(1, 1 + depths)])
+        distilled = HeadLoss([Distillation(1.0, "cross_entropy")])
+        teacher = TeacherHead(later, head.weight)
+        out = head(hidden[1:], rows[1:], head_loss=distilled, inputs={"teacher": teacher})
 
     Packed documents need their bounds, `cu_seqlens` or `document_ids`. Without them each row [S] is
     one document, so that a depth's positions at the end of a document learn tokens of the next one.

@@ -30,29 +30,28 @@ _log = logging.getLogger("tp_headloss")
 
 def describe(metadata: dict, shard: VocabShard, weight):
     """Write into a module's metadata which rows its state_dict has. weight: the entry, or None."""
-    metadata[HELD] = [
-        shard.start,
-        shard.stop,
-        _place(weight.device_mesh) if is_dtensor(weight) else None,
-    ]
+    place = _place(weight.device_mesh) if is_dtensor(weight) else None
+    metadata[HELD] = [shard.start, shard.stop, place]
 
 
 def are_own(metadata: dict, shard: VocabShard, given) -> bool:
-    """Return True for a DTensor whose local part is this rank's rows, whatever group it was saved
-    with."""
+    """Return True for a DTensor whose local part is this rank's rows.
+
+    The group with which it was saved may be another one.
+    """
     if HELD not in metadata or not is_dtensor(given) or given.device_mesh.ndim > 1:
         return False
     held = tuple(metadata[HELD][:2]) == (shard.start, shard.stop)
-    return (
-        held
-        and given.shape[:1] == (shard.padded_size,)
-        and given.to_local().shape[0] == shard.width
-    )
+    if not held or given.shape[:1] != (shard.padded_size,):
+        return False
+    return given.to_local().shape[0] == shard.width
 
 
 def why_not_own(metadata: dict, shard: VocabShard, given) -> str | None:
-    """Return why an entry of a state_dict is another rank's part of the matrix; None if it is this
-    rank's, or a whole matrix, or does not say."""
+    """Return why an entry of a state_dict is another rank's part of the matrix.
+
+    None if it is this rank's, or a whole matrix, or does not say.
+    """
     if HELD not in metadata:
         return _why_not_here(shard, given) if is_dtensor(given) else None
     start, stop, place = metadata[HELD]
@@ -71,13 +70,15 @@ def why_not_own(metadata: dict, shard: VocabShard, given) -> str | None:
 
 
 def _why_not_here(shard: VocabShard, given) -> str | None:
-    """As `why_not_own`, where a state_dict has lost its metadata, as a copy to a plain dict has: by
-    the place of the process that wrote the DTensor, which its mesh remembers."""
-    mesh, place = given.device_mesh, _place(given.device_mesh)
+    """Return what `why_not_own` does, where a state_dict has lost its metadata.
+
+    A copy to a plain dict has. The DTensor's mesh remembers the place of the process that wrote it.
+    """
+    mesh = given.device_mesh
+    place = _place(mesh)
     written_at = mesh.get_coordinate()
-    is_whole = all(
-        mesh.size(dim) == 1 or not p.is_shard() for dim, p in enumerate(given.placements)
-    )
+    sharding = [dim for dim, placement in enumerate(given.placements) if placement.is_shard()]
+    is_whole = all(mesh.size(dim) == 1 for dim in sharding)
     if is_whole or written_at is None or place == list(written_at):
         return None
     here = "no such mesh runs" if place is None else f"this one is at {place}"
@@ -89,8 +90,10 @@ def _why_not_here(shard: VocabShard, given) -> str | None:
 
 
 def _place(mesh) -> list[int] | None:
-    """Return where this process stands in a mesh of the processes that run now, or None: a mesh
-    that was read from a file says where the process stood that wrote it."""
+    """Return where this process stands in a mesh of the processes that run now, or None.
+
+    A mesh that was read from a file says where the process stood that wrote it.
+    """
     if not dist.is_initialized() or mesh.size() > dist.get_world_size():
         return None
     if mesh.ndim == 1 and mesh.size() != dist.get_world_size(mesh.get_group()):

@@ -1,11 +1,13 @@
-"""`VocabRows`: a module that holds one rank's rows of a vocabulary matrix, with initialisation and
-state_dict."""
+"""`VocabRows`: a module that holds one rank's rows of a vocabulary matrix.
+
+It has their initialisation, and their state_dict.
+"""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
@@ -28,9 +30,10 @@ SENT_ROWS = 1024  # rows of a matrix that ranks exchange at once
 @checked
 @dataclass(frozen=True)
 class Init:
-    """Initialisation of a vocabulary matrix: normal weights that depend on the seed and the row
-    alone, so that every group size gives the same matrix (on one type of device). Padding rows and
-    biases are 0.
+    """Initialisation of a vocabulary matrix.
+
+    Weights are normal, and depend on the seed and the row alone, so that every group size gives the
+    same matrix (on one type of device). Padding rows and biases are 0.
 
     Args:
         seed: None draws one from torch's default generator, which must be in the same state on all
@@ -47,8 +50,7 @@ class Init:
 
 
 class VocabRows(nn.Module):
-    """Module with a parameter ``weight`` [width, H], the rows of a shard, and optionally ``bias``
-    [width]."""
+    """Module with the rows of a shard: ``weight`` [width, H], and optionally ``bias`` [width]."""
 
     def __init__(
         self,
@@ -63,7 +65,9 @@ class VocabRows(nn.Module):
         super().__init__()
         init = init or Init()
         seed = int(torch.randint(1 << 31, (), device="cpu")) if init.seed is None else init.seed
-        self.hidden_size, self.shard, self.init = hidden_size, shard, replace(init, seed=seed)
+        self.hidden_size = hidden_size
+        self.shard = shard
+        self.init = replace(init, seed=seed)
         rows = shard.width
         if weight is None:
             self.weight = nn.Parameter(torch.empty(rows, hidden_size, device=device, dtype=dtype))
@@ -95,11 +99,10 @@ class VocabRows(nn.Module):
         self.mark_sharded()
 
     def mark_sharded(self):
-        """Say on the parameters themselves that they are sharded, and over which group, for
-        `clip_grad_norm_`.
+        """Say on the parameters themselves that they are sharded, and over which group.
 
-        Each forward does so, because torch replaces parameters in ways that no module sees. Those
-        that a subclass adds are its own.
+        `clip_grad_norm_` reads it. Each forward says it again, because torch replaces parameters in
+        ways that no module sees. Parameters that a subclass adds are its own.
         """
         for name in ("weight", "bias"):
             p = self._parameters.get(name)
@@ -108,11 +111,10 @@ class VocabRows(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self):
-        """Draw the weight again, and set the bias to 0. A tied weight stays as it is: its owner
-        draws it.
+        """Draw the weight again, and set the bias to 0.
 
-        For modules made on the meta device, after `to_empty`. ValueError if it untied the weight,
-        or FSDP2 sharded it.
+        A tied weight stays as it is: its owner draws it. For modules made on the meta device, after
+        `to_empty`. ValueError if it untied the weight, or FSDP2 sharded it.
         """
         if self._tied_weight is not None and self._tied_weight[0] is not self.weight:
             raise ValueError(
@@ -123,10 +125,8 @@ class VocabRows(nn.Module):
             self.bias.zero_()
         if self._tied_weight is not None or self.weight.is_meta:
             return
-        weight, shard = (
-            self.weight.to_local() if is_dtensor(self.weight) else self.weight,
-            self.shard,
-        )
+        shard = self.shard
+        weight = self.weight.to_local() if is_dtensor(self.weight) else self.weight
         if weight.shape[0] != shard.width:
             raise ValueError(
                 f"of {shard.width} rows {weight.shape[0]} are here: draw them before fully_shard"
@@ -140,17 +140,18 @@ class VocabRows(nn.Module):
             generator = torch.Generator(weight.device).manual_seed(seed)
             block = torch.empty(INIT_ROWS, self.hidden_size, device=weight.device)
             block.normal_(0.0, self.init.std, generator=generator)
-            low, high = max(first, shard.start), min(first + INIT_ROWS, end)
+            low = max(first, shard.start)
+            high = min(first + INIT_ROWS, end)
             weight[low - shard.start : high - shard.start] = block[low - first : high - first]
 
     def to_dtensor(self, mesh) -> VocabRows:
-        """Make the parameters DTensors, ``Shard(0)`` on the one dimension of the mesh, and return
-        the module.
+        """Make the parameters DTensors, and return the module.
 
-        Needed before the parameters are sharded again over another mesh dimension (FSDP2), and to
-        save an optimiser's state with `torch.distributed.checkpoint`. Call it before anything else
-        holds the parameters: they are replaced, and what they were is empty from then on, so that
-        a module that was tied before raises. An optimiser that was made before trains nothing.
+        They are ``Shard(0)`` on the one dimension of the mesh. Needed before the parameters are
+        sharded again over another mesh dimension (FSDP2), and to save an optimiser's state with
+        `torch.distributed.checkpoint`. Call it before anything else holds the parameters: they are
+        replaced, and what they were is empty from then on, so that a module that was tied before
+        raises. An optimiser that was made before trains nothing.
         """
         for name, p in list(self.named_parameters(recurse=False)):
             if is_dtensor(p):
@@ -173,8 +174,10 @@ class VocabRows(nn.Module):
 
 
 def _as_dtensor(rows: torch.Tensor, shard: VocabShard, mesh=None):
-    """DTensor of the whole matrix whose local part is this rank's rows [width, ..]; no
-    communication, no copy."""
+    """Return a DTensor of the whole matrix whose local part is this rank's rows [width, ..].
+
+    There is no communication and no copy.
+    """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard
 
@@ -195,8 +198,10 @@ def _as_dtensor(rows: torch.Tensor, shard: VocabShard, mesh=None):
 
 
 def _describe_rows(module, state, prefix, metadata):
-    """Hook of `state_dict` that makes the entries DTensors, which say which rows of the whole
-    matrix they are."""
+    """Make the entries of a state_dict DTensors: a hook of `state_dict`.
+
+    DTensors say which rows of the whole matrix they are.
+    """
     if module.shard.world_size == 1:
         return
     for name in ("weight", "bias"):
@@ -212,64 +217,87 @@ def _holds_rows(x, shard: VocabShard) -> bool:
     """True if this rank's part of a DTensor is the rows of the shard."""
     mesh = x.device_mesh
     even = mesh.ndim == 1 and x.placements[0].is_shard(0) and x.shape[0] == shard.padded_size
-    return even and dist.get_process_group_ranks(mesh.get_group()) == dist.get_process_group_ranks(
-        shard.group
-    )
+    if not even:
+        return False
+    ranks = dist.get_process_group_ranks(mesh.get_group())
+    return ranks == dist.get_process_group_ranks(shard.group)
 
 
 def _select_rows(module, state, prefix, metadata, strict, missing, unexpected, errors):
-    """Hook of `load_state_dict` that replaces DTensors of any sharding, and whole matrices with or
-    without padding, by this rank's rows. For entries of another size it appends to `errors`, from
-    which torch makes one exception."""
-    shard = module.shard
-    whole = {shard.vocab_size, shard.padded_size or shard.vocab_size}
+    """Replace entries of a state_dict by this rank's rows: a hook of `load_state_dict`.
+
+    It replaces DTensors of any sharding, and whole matrices with or without padding. For entries of
+    another size it appends to `errors`, from which torch makes one exception.
+    """
     for name in ("weight", "bias"):
-        given, own = state.get(prefix + name), getattr(module, name)
+        key = prefix + name
+        given = state.get(key)
+        own = getattr(module, name)
         if given is None or own is None:
             continue
-        if saved_rows.are_own(metadata, shard, given):
-            given = given.to_local()
-        elif (why := saved_rows.why_not_own(metadata, shard, given)) is not None:
-            errors.append(f"{prefix}{name} {why}")
-            state[prefix + name] = own  # so that torch finds nothing else to say
-            continue
-        if is_dtensor(own) and given.dim() and given.shape[0] in whole:
-            if given.shape != own.shape or not is_dtensor(given):
-                state[prefix + name] = _like(own, given, shard)
-            continue
-        if is_dtensor(own) and (is_dtensor(given) or own.device_mesh.ndim > 1):
-            continue
-        rows = given.shape[0] if given.dim() else 0
-        if rows not in (whole if is_dtensor(given) else {*whole, shard.width}):
-            errors.append(
-                f"{prefix}{name} must have this rank's {shard.width} rows or the whole "
-                f"vocabulary's {sorted(whole)}, got {rows}"
-                + (
-                    f": cut another padding off, [:{shard.vocab_size}]"
-                    if rows > shard.vocab_size
-                    else ""
-                )
-            )
-            continue
-        if is_dtensor(given):
-            given = given.to_local() if _holds_rows(given, shard) else given.full_tensor()
-        if given.shape[0] != shard.width:
-            part = given[shard.start : min(shard.stop, shard.vocab_size)]
-            given = given.new_zeros(shard.width, *given.shape[1:])
-            given[: len(part)] = part
-        state[prefix + name] = (
-            _as_dtensor(given, shard, own.device_mesh) if is_dtensor(own) else given
-        )
+        error, state[key] = _own_rows(given, own, module.shard, metadata)
+        if error:
+            errors.append(f"{key} {error}")
+
+
+def _own_rows(given: Any, own, shard: VocabShard, metadata: dict) -> tuple[str, Any]:
+    """Return why an entry of a state_dict cannot be loaded, or "", and what torch then loads.
+
+    That is this rank's rows, as a DTensor if the parameter is one; or the entry itself, which torch
+    compares with the parameter.
+    """
+    entry = given
+    if saved_rows.are_own(metadata, shard, given):
+        given = given.to_local()
+    elif (why := saved_rows.why_not_own(metadata, shard, given)) is not None:
+        return why, own  # so that torch finds nothing else to say
+    whole = {shard.vocab_size, shard.padded_size or shard.vocab_size}
+    rows = given.shape[0] if given.dim() else 0
+    if is_dtensor(own):
+        if rows in whole:
+            return "", _like(own, given, shard)
+        if is_dtensor(given) or own.device_mesh.ndim > 1:
+            return "", entry
+    if rows not in whole and (is_dtensor(given) or rows != shard.width):
+        return _why_not_rows(rows, whole, shard), entry
+    given = _cut(given, shard)
+    return "", _as_dtensor(given, shard, own.device_mesh) if is_dtensor(own) else given
+
+
+def _cut(given: Any, shard: VocabShard) -> torch.Tensor:
+    """Return this rank's rows, with padding, of a whole matrix, or of rows that are its own."""
+    if is_dtensor(given):
+        given = given.to_local() if _holds_rows(given, shard) else given.full_tensor()
+    if given.shape[0] == shard.width:
+        return given
+    part = given[shard.start : min(shard.stop, shard.vocab_size)]
+    rows = given.new_zeros(shard.width, *given.shape[1:])
+    rows[: len(part)] = part
+    return rows
+
+
+def _why_not_rows(rows: int, whole: set[int], shard: VocabShard) -> str:
+    """Return why so many rows are neither this rank's nor the whole vocabulary's."""
+    padded = rows > shard.vocab_size
+    said = f": cut another padding off, [:{shard.vocab_size}]" * padded
+    return (
+        f"must have this rank's {shard.width} rows or the whole vocabulary's {sorted(whole)}, got "
+        f"{rows}{said}"
+    )
 
 
 def _like(own, whole: torch.Tensor, shard: VocabShard):
-    """A whole matrix, with or without padding, as a DTensor that is cut as a parameter is."""
+    """Return a whole matrix, with or without padding, as a DTensor that is cut as a parameter is.
+
+    A DTensor of the parameter's size stays as it is: torch cuts it.
+    """
     from torch.distributed.tensor import distribute_tensor
 
-    rows = saved_rows.with_padding(whole.full_tensor() if is_dtensor(whole) else whole, shard)
-    return distribute_tensor(
-        rows.to(own.device), own.device_mesh, own.placements, src_data_rank=None
-    )
+    if is_dtensor(whole) and whole.shape == own.shape:
+        return whole
+    given = whole.full_tensor() if is_dtensor(whole) else whole
+    rows = saved_rows.with_padding(given, shard).to(own.device)
+    return distribute_tensor(rows, own.device_mesh, own.placements, src_data_rank=None)
 
 
 @torch.no_grad()
@@ -321,10 +349,10 @@ def select_rows(
             raise ValueError("ids must be [V_d] with V_d > 0, got none")
         to = to or VocabShard.from_group(shard.group, len(ids))
         if to.vocab_size != len(ids) or to.group is not shard.group:
+            other = "" if to.group is shard.group else " over another group"
             raise ValueError(
                 f"`to` must shard the {len(ids)} ids over the group of the weight's shard, got a "
-                f"shard of {to.vocab_size} "
-                f"ids{'' if to.group is shard.group else ' over another group'}"
+                f"shard of {to.vocab_size} ids{other}"
             )
         if weight.is_meta or ids.is_meta:
             raise ValueError("weight and ids must have values, got tensors on meta")
@@ -341,7 +369,8 @@ def select_rows(
         block = weight.new_zeros(len(here), *weight.shape[1:])
         block[owned] = weight[here[owned]]
         reduce_in_place(block, shard.world_size, shard.group_name)
-        low, high = max(first, to.start), min(first + len(here), to.start + to.valid_width)
+        low = max(first, to.start)
+        high = min(first + len(here), to.start + to.valid_width)
         if low < high:
             out[low - to.start : high - to.start] = block[low - first : high - first]
     return out

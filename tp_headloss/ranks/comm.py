@@ -1,5 +1,7 @@
-"""The collective calls of the package. Elsewhere only these communicate: rendezvous and barrier of
-symmetric memory (`engine/transports/symmetric_memory`), `full_tensor` of a checkpoint's DTensors
+"""The collective calls of the package.
+
+Elsewhere only these communicate: rendezvous and barrier of symmetric memory
+(`engine/transports/symmetric_memory`), `full_tensor` of a checkpoint's DTensors
 (`modules/vocab_rows`), and `redistribute` (`integrations/nemo_automodel`, as that host does).
 """
 
@@ -51,21 +53,23 @@ HIDDEN_GRADS = ("all_reduce", "reduce_scatter", "none")
 # takes every SM. On four H200, a GEMM of 831 us and an all-reduce of 8192 x 4096 in bf16, 342 us
 # alone, took 1200 us one after the other and as much issued at once; with 4000 cycles between them
 # 990, 8000: 1047, 16000: 1100
-# 16000: 1100
 HEAD_START = 4000
 
 
 def reduce_hidden(
     grad: torch.Tensor, how: str, world_size: int, group_name: str
 ) -> Callable[[], torch.Tensor]:
-    """Begin to add up every rank's part [N, H] of the hidden states' gradient; the result of the
-    call that ends it is [N, H] ("all_reduce", in place; "none": this rank's part) or this rank's
-    [N/P, H] ("reduce_scatter")."""
+    """Begin to add up every rank's part [N, H] of the hidden states' gradient.
+
+    The result of the call that ends it is [N, H] ("all_reduce", in place; "none": this rank's part)
+    or this rank's [N/P, H] ("reduce_scatter").
+    """
     if world_size == 1 or how == "none" or grad.numel() == 0:
         return lambda: grad
     group = resolve_process_group(group_name)
     if how == "all_reduce":
-        total, work = grad, dist.all_reduce(grad, group=group, async_op=True)
+        total = grad
+        work = dist.all_reduce(grad, group=group, async_op=True)
     else:
         total = grad.new_empty(grad.shape[0] // world_size, *grad.shape[1:])
         work = _reduce_scatter(total, grad, group=group, async_op=True)
@@ -85,10 +89,11 @@ def reduce_hidden(
 def reduce_in_place(
     x: torch.Tensor, world_size: int, group_name: str, largest: bool = False
 ) -> torch.Tensor:
-    """Sum x over the group, in place: float64, integers, or rows that are 0 on all ranks but one;
-    one all-reduce.
+    """Sum x over the group, in place; one all-reduce.
 
-    largest: take the maximum instead, which may drop a NaN.
+    Args:
+        x: float64, integers, or rows that are 0 on all ranks but one.
+        largest: take the maximum instead, which may drop a NaN.
     """
     if world_size > 1 and x.numel() > 0:
         op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
@@ -109,8 +114,10 @@ def job_size() -> int:
 
 
 def texts_of_job(text: str, seconds: float) -> list[str] | None:
-    """Exchange a text with all ranks of the job over its store, which is no collective. None if a
-    rank does not come in time; it is waited for once, and no rank of the job waits again."""
+    """Exchange a text with all ranks of the job over its store, which is no collective.
+
+    None if a rank does not come in time; it is waited for once, and no rank of the job waits again.
+    """
     store, rank = _default_store(), dist.get_rank()
     call = store.add(f"tp_headloss/calls of rank {rank}", 1)
     keys = [f"tp_headloss/call {call} of rank {r}" for r in range(dist.get_world_size())]
@@ -133,8 +140,10 @@ def group_size(group) -> int:
 
 
 def gather_from_ranks(x: torch.Tensor, group) -> torch.Tensor:
-    """Gather [..] of each rank: [P, ..], in rank order; one all-gather, none for a group of None or
-    of one rank."""
+    """Gather [..] of each rank: [P, ..], in rank order; one all-gather.
+
+    There is none for a group of None or of one rank.
+    """
     size = group_size(group)
     if size == 1:
         return x.unsqueeze(0)
@@ -144,8 +153,10 @@ def gather_from_ranks(x: torch.Tensor, group) -> torch.Tensor:
 
 
 def sum_over_ranks(x: torch.Tensor, group) -> torch.Tensor:
-    """Sum [..] over the ranks, added in rank order: equal bits on every rank. One small
-    all-gather."""
+    """Sum [..] over the ranks, added in rank order: equal bits on every rank.
+
+    One small all-gather.
+    """
     parts = gather_from_ranks(x, group).unbind(0)
     return sum(parts[1:], start=parts[0])
 
@@ -169,12 +180,12 @@ def combine_metrics(
     """
     if not parts:
         return {}
-    if any(list(part) != list(parts[0]) for part in parts):
-        raise ValueError(
-            "metrics must have the same names in the same order, got "
-            f"{[list(part) for part in parts]}"
-        )
-    return _combine(parts[0], torch.stack([_stack(part) for part in parts])) if parts[0] else {}
+    names = [list(part) for part in parts]
+    if any(own != names[0] for own in names):
+        raise ValueError(f"metrics must have the same names in the same order, got {names}")
+    if not parts[0]:
+        return {}
+    return _combine(parts[0], torch.stack([_stack(part) for part in parts]))
 
 
 def _stack(metrics):
@@ -184,7 +195,7 @@ def _stack(metrics):
 
 
 def _combine(names, parts):
-    """[parts, names] float64 -> scalars by name."""
+    """Return the scalars by name of [parts, names] float64."""
     out = {}
     for name, column in zip(names, parts.unbind(1)):
         if name.startswith("max_"):
@@ -204,13 +215,13 @@ def _checksum(text: str) -> int:
 
 @checked
 def reduce_metrics(metrics: Metrics, group: Group) -> Metrics:
-    """Reduce the scalars by name of each rank to those of the group, equal bits on every rank; one
-    small all-gather.
+    """Reduce the scalars by name of each rank to those of the group; one small all-gather.
 
-    As `combine_metrics`: "max_" and "min_" names are extrema (neutral: -inf and inf), all others
-    sums (neutral: 0) in float64, so reduce sums and counts first and divide afterwards. The same
-    names in the same order on every rank, or all results are NaN (other numbers of names: an error
-    of the communication library); float64 on the tensors' device.
+    Results have equal bits on every rank. As `combine_metrics`: "max_" and "min_" names are extrema
+    (neutral: -inf and inf), all others sums (neutral: 0) in float64, so reduce sums and counts
+    first and divide afterwards. The same names in the same order on every rank, or all results are
+    NaN (other numbers of names: an error of the communication library); float64 on the tensors'
+    device.
 
     Args:
         group: data- and context-parallel ranks, which hold different tokens; None is one rank.
@@ -245,12 +256,12 @@ def reduce_metrics(metrics: Metrics, group: Group) -> Metrics:
 
 
 class NumberedStore(Store):
-    """A store of a group in which the n-th exchange of addresses has the number n on every rank, as
-    the ranks make it.
+    """A store of a group that numbers exchanges of addresses as the ranks make them.
 
-    torch numbers exchanges by process, so ranks of which one had met others in a smaller group
-    would look for each other under different keys (pytorch/pytorch#196082). The keys are of this
-    object alone: a group that is made again may have the name and the store of the one before.
+    The n-th has the number n on every rank. torch numbers exchanges by process, so ranks of which
+    one had met others in a smaller group would look for each other under different keys
+    (pytorch/pytorch#196082). The keys are of this object alone: a group that is made again may have
+    the name and the store of the one before.
     """
 
     def __init__(self, group):
@@ -273,8 +284,10 @@ class NumberedStore(Store):
 
     @contextlib.contextmanager
     def in_place_of_store(self, group, device: torch.device):
-        """A context in which torch finds this store by the group's name, because a group's own
-        cannot be changed."""
+        """Return a context in which torch finds this store by the group's name.
+
+        A group's own store cannot be changed.
+        """
         stand_in = ProcessGroup(self, group.rank(), group.size())
         stand_in._register_backend(
             device, ProcessGroup.BackendType.CUSTOM, group._get_backend(device)

@@ -1,5 +1,4 @@
-"""`VocabShard`: the contiguous vocabulary ids that a rank owns, and the process group that owns the
-others.
+"""`VocabShard`: the contiguous vocabulary ids that a rank owns, and the group that owns the others.
 
 The global vocabulary, padded to a multiple of 128, is cut into 8 equal chunks. A shard made of
 whole chunks sends one packet of statistics (a few numbers per token) for each chunk, so that the
@@ -49,16 +48,16 @@ def has_vocab_shard(group_name: str) -> bool:
 @constant_for_compile
 def have_common_ranks(group_name: str, other_name: str) -> bool:
     """Return True if two process groups have a rank besides this one in common."""
-    own, other = (
-        dist.get_process_group_ranks(resolve_process_group(name))
-        for name in (group_name, other_name)
-    )
+    own = dist.get_process_group_ranks(resolve_process_group(group_name))
+    other = dist.get_process_group_ranks(resolve_process_group(other_name))
     return len({*own} & {*other}) > 1
 
 
 def is_live_group(group, name: str) -> bool:
-    """Return True if the process group of this name is still `group`: it was not destroyed, and its
-    name not reused."""
+    """Return True if the process group of this name is still `group`.
+
+    It was not destroyed, and its name not reused.
+    """
     try:
         return resolve_process_group(name) is group
     except (LookupError, RuntimeError, ValueError):
@@ -66,14 +65,15 @@ def is_live_group(group, name: str) -> bool:
 
 
 def canonical_chunk_size(vocab_size: int) -> int:
-    """Return the columns per chunk of whole-chunk shards: an eighth of the vocabulary padded to a
-    multiple of 128."""
+    """Return the columns per chunk of whole-chunk shards.
+
+    They are an eighth of the vocabulary padded to a multiple of 128.
+    """
     return -(-vocab_size // (CHUNKS * CHUNK_ALIGNMENT)) * CHUNK_ALIGNMENT
 
 
 def expect_group(group, name: str = "group"):
-    """Raise TypeError or ValueError unless it is a process group that this rank is a member of, or
-    None."""
+    """Raise TypeError or ValueError unless it is None, or a process group with this rank."""
     if group is None or isinstance(group, dist.ProcessGroup):
         return
     if type(group).__name__ == "DeviceMesh":
@@ -100,8 +100,10 @@ Group: TypeAlias = Annotated[
 
 
 def _rank_and_size(group) -> tuple[int, int]:
-    """Return (this rank in the group, size of the group), (0, 1) for None. ValueError if this rank
-    is not a member."""
+    """Return (this rank in the group, size of the group), (0, 1) for None.
+
+    ValueError if this rank is not a member.
+    """
     expect_group(group)
     return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
 
@@ -121,14 +123,14 @@ class ShardFacts(NamedTuple):
 @checked
 @dataclass(frozen=True)
 class VocabShard:
-    """The contiguous vocabulary ids ``[start, stop)`` of this rank; ids at or beyond ``vocab_size``
-    are padding.
+    """The contiguous vocabulary ids ``[start, stop)`` of this rank.
 
-    The shards of a group, in any rank order, must cover ``[0, vocab_size)`` once; uneven and empty
-    shards are fine. A token whose label has no owner, or two, becomes NaN on every rank. The
-    constructor does not communicate, so a rank does not know the other ranks' bounds, and results
-    are deterministic but not bitwise equal across group sizes. `from_group`, `from_mesh` and
-    `from_boundaries` know every bound: results are bitwise equal if `tp_invariant`.
+    Ids at or beyond ``vocab_size`` are padding. The shards of a group, in any rank order, must
+    cover ``[0, vocab_size)`` once; uneven and empty shards are fine. A token whose label has no
+    owner, or two, becomes NaN on every rank. The constructor does not communicate, so a rank does
+    not know the other ranks' bounds, and results are deterministic but not bitwise equal across
+    group sizes. `from_group`, `from_mesh` and `from_boundaries` know every bound: results are
+    bitwise equal if `tp_invariant`.
 
     Args:
         vocab_size: V, the number of ids of the true vocabulary.
@@ -181,11 +183,8 @@ class VocabShard:
             _shared_shards[id(self)] = self
         fill(self, "world_size", world_size)
         fill(self, "padded_size", self.stop if world_size == 1 else None)
-        fill(
-            self,
-            "group_name",
-            "" if self.group is None or world_size == 1 else self.group.group_name,
-        )
+        group = None if world_size == 1 else self.group
+        fill(self, "group_name", "" if group is None else group.group_name)
         self._set_chunks(whole=world_size == 1)
 
     def __deepcopy__(self, memo):
@@ -204,8 +203,10 @@ class VocabShard:
         return self.__dict__
 
     def expect_live_group(self):
-        """Raise ValueError if the process group was destroyed, even if another group has its name
-        by now."""
+        """Raise ValueError if the process group was destroyed.
+
+        Another group may have its name by now.
+        """
         if self.world_size > 1 and not is_live_group(self.group, self.group_name):
             raise ValueError(
                 f"the shard's process group {self.group_name!r} was destroyed: make a VocabShard "
@@ -213,8 +214,7 @@ class VocabShard:
             )
 
     def expect_width(self, name: str, size: int, each: str):
-        """Raise ValueError, with a likely reason, unless a rank has as many columns, or rows, as
-        ids."""
+        """Raise ValueError, with a likely reason, unless there is a column, or row, for each id."""
         if size == self.width:
             return
         total = size * self.world_size
@@ -226,21 +226,17 @@ class VocabShard:
             group = (
                 "; if these are one rank's, make the shard with its group, after init_process_group"
             )
-            why = f"is vocab_size={self.vocab_size} right?{group if self.group is None else ''}"
+            why = f"is vocab_size={self.vocab_size} right?" + group * (self.group is None)
         bounds = f"{self.width} {each} [{self.start}, {self.stop})"
         raise ValueError(f"{name} must have the shard's {bounds}, got {size} ({why})")
 
     def _set_chunks(self, whole: bool):
-        """Set the fields that depend on whether every shard of the group is made of whole
-        chunks."""
+        """Set the fields that depend on whether all shards of the group are of whole chunks."""
         fill = object.__setattr__
         fill(self, "tp_invariant", whole)
         fill(self, "chunks", CHUNKS // self.world_size if whole else 1)
-        fill(
-            self,
-            "chunk_size",
-            canonical_chunk_size(self.vocab_size) if whole else max(self.width, 1),
-        )
+        chunk_size = canonical_chunk_size(self.vocab_size) if whole else max(self.width, 1)
+        fill(self, "chunk_size", chunk_size)
         known = {name: getattr(self, name) for name in ShardFacts._fields}
         fill(self, "facts", ShardFacts(**known))
 
@@ -249,8 +245,10 @@ class VocabShard:
     def from_group(
         cls, group: Group, vocab_size: Size, padded_size: Size | None = None
     ) -> VocabShard:
-        """Return this rank's shard of ``ceil(padded_size / P)`` ids in group-rank order, cut as by
-        `torch.chunk` and by a DTensor's ``Shard``; the last shards may be shorter, or empty.
+        """Return this rank's shard of ``ceil(padded_size / P)`` ids in group-rank order.
+
+        They are cut as by `torch.chunk` and by a DTensor's ``Shard``; the last shards may be
+        shorter, or empty.
 
         Args:
             vocab_size: V, the number of ids of the true vocabulary.
@@ -267,9 +265,8 @@ class VocabShard:
             )
         world_size = _rank_and_size(group)[1]
         step = -(-padded_size // world_size)
-        return cls.from_boundaries(
-            [min(r * step, padded_size) for r in range(world_size + 1)], vocab_size, group
-        )
+        boundaries = [min(r * step, padded_size) for r in range(world_size + 1)]
+        return cls.from_boundaries(boundaries, vocab_size, group)
 
     @classmethod
     @checked
@@ -318,21 +315,21 @@ class VocabShard:
         """
         rank, world_size = _rank_and_size(group)
         boundaries = [int(boundary) for boundary in boundaries]
-        ordered = len(boundaries) == world_size + 1 and all(
-            a <= b for a, b in zip(boundaries, boundaries[1:])
-        )
-        if not ordered or boundaries[0] != 0 or boundaries[-1] < vocab_size:
+        has_all = len(boundaries) == world_size + 1
+        ascend = all(a <= b for a, b in zip(boundaries, boundaries[1:]))
+        covers = has_all and boundaries[0] == 0 and boundaries[-1] >= vocab_size
+        if not (ascend and covers):
             raise ValueError(
                 f"boundaries must be {world_size + 1} ascending ids from 0 to at least "
                 f"{vocab_size}, got {boundaries}"
             )
-        whole = CHUNKS % world_size == 0 and all(
-            b == r * canonical_chunk_size(vocab_size) * CHUNKS // world_size
-            for r, b in enumerate(boundaries[:-1])
-        )
+        chunks = canonical_chunk_size(vocab_size) * CHUNKS
+        starts = enumerate(boundaries[:-1])
+        whole = CHUNKS % world_size == 0 and all(b == r * chunks // world_size for r, b in starts)
         shard = cls(boundaries[rank], boundaries[rank + 1], vocab_size, group)
         shard._set_chunks(whole)
-        total, step = boundaries[-1], -(-boundaries[-1] // world_size)
+        total = boundaries[-1]
+        step = -(-total // world_size)
         even = all(b == min(r * step, total) for r, b in enumerate(boundaries))
         object.__setattr__(shard, "padded_size", total if even else None)
         return shard

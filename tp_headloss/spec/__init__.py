@@ -1,5 +1,6 @@
-"""Names for annotations that say what an argument may be; `checked` holds every call of a function
-to them.
+"""Names for annotations that say what an argument may be.
+
+`checked` holds every call of a function to them.
 
 ``def reinforce(log_prob: LogProb, *, advantages: Advantages)`` says kind, shape and range of both.
 Checks, refusals of wrong options, the inputs of a `HeadLoss`, the generated tests and the tables of
@@ -32,11 +33,15 @@ from .lines import Text as Text
 from .lines import TupleOf as TupleOf
 from .lines import sizes_of as sizes_of
 
-FLAG, MASK, LABELS = OneOf((True, False)), TensorLine("bool"), TensorLine("int64 or int32")
+FLAG = OneOf((True, False))
+MASK = TensorLine("bool")
+LABELS = TensorLine("int64 or int32")
 IDS = TensorLine("int64 or int32", None)
-SCALAR, TOKEN_WEIGHT = TensorLine("real numbers", ()), TensorLine("real numbers or bool")
+SCALAR = TensorLine("real numbers", ())
+TOKEN_WEIGHT = TensorLine("real numbers or bool")
 TENSOR = TensorLine("real numbers or bool", None)
-TOKENS, PER_TOKEN = TensorLine("floating point"), TensorLine("real numbers", broadcasts=True)
+TOKENS = TensorLine("floating point")
+PER_TOKEN = TensorLine("real numbers", broadcasts=True)
 EACH_TOKEN = TensorLine("real numbers")  # which does not broadcast
 TokenValues: TypeAlias = Annotated[torch.Tensor, TOKENS]
 PerToken: TypeAlias = Annotated[torch.Tensor, PER_TOKEN]
@@ -61,7 +66,9 @@ TokenIds: TypeAlias = Annotated[torch.Tensor, TensorLine("int64 or int32", (".."
 Scalar: TypeAlias = Annotated[torch.Tensor, SCALAR]
 ClassWeight: TypeAlias = Annotated[torch.Tensor, TensorLine("real numbers", ("V",), constant=True)]
 
-TINY, LEAST, BELOW_1 = torch.finfo(torch.float32).tiny, math.nextafter(0, 1), math.nextafter(1, 0)
+TINY = torch.finfo(torch.float32).tiny
+LEAST = math.nextafter(0, 1)
+BELOW_1 = math.nextafter(1, 0)
 Share: TypeAlias = Annotated[float, NumberLine(0, 1, "in [0, 1]")]
 OpenShare: TypeAlias = Annotated[float, NumberLine(LEAST, BELOW_1, "in (0, 1)")]
 POSITIVE = NumberLine(LEAST, math.inf, "positive", in_fp32=True)

@@ -7,17 +7,18 @@ import difflib
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
-SUM_NORM, DISTANCES = "seq-mean-token-sum-norm", "PPO, GRPO, DAPO, DrGRPO, GSPO"
-PRESETS, DUAL = f"{DISTANCES}, CISPO", f"PolicyGradient, PolicyMetrics, {DISTANCES}"
-CLIPPED, BOUND = (
-    f"PolicyGradient, PolicyMetrics, {PRESETS}",
-    'clip=(0.0, epsilon_high), convention="bound"',
-)
+SUM_NORM = "seq-mean-token-sum-norm"
+DISTANCES = "PPO, GRPO, DAPO, DrGRPO, GSPO"
+PRESETS = f"{DISTANCES}, CISPO"
+DUAL = f"PolicyGradient, PolicyMetrics, {DISTANCES}"
+CLIPPED = f"PolicyGradient, PolicyMetrics, {PRESETS}"
+BOUND = 'clip=(0.0, epsilon_high), convention="bound"'
 TEACHERS = "Distillation, TopKDistillation"
 LOSSES = "HeadLoss.forward, HeadLoss.linear"
 MASK = "token_weight=mask, labels of -100, or for terms by sequence inputs={'sequences': Sequences.from_mask(mask)}"
 CALLS = "HeadLoss.forward, HeadLoss.linear, vocab_statistics, linear_vocab_statistics, log_probs"
-KLS, BONUSES = "beta, kl_loss_coef, kl_coef, kl_coeff", "entropy_coeff, entropy_coef"
+KLS = "beta, kl_loss_coef, kl_coef, kl_coeff"
+BONUSES = "entropy_coeff, entropy_coef"
 MASKS = "mask, loss_mask, response_mask, completion_mask"
 
 # names of the arguments of `checked` and `described` functions
@@ -33,8 +34,10 @@ OF_CALLS = {"Term", "Metric", "CausalLMLoss", *PLACES}
 
 
 class Alias(NamedTuple):
-    """A name of somebody else's, or in `WRITTEN` several names, for which {} stands in what is to
-    be written."""
+    """A name of somebody else's.
+
+    In `WRITTEN` it is several names, for which {} stands in what is to be written.
+    """
 
     name: str
     whose: str
@@ -231,33 +234,41 @@ WRITTEN = (
     ),
     Alias("reference_free", "TRL", "dpo", "reference_chosen and reference_rejected of 0"),
 )
-ALIASES = [
-    x._replace(name=n, ours=x.ours.replace("{}", n)) for x in WRITTEN for n in x.name.split(", ")
-]
+
+
+def _one_by_one(alias: Alias) -> list[Alias]:
+    """Return an alias for each name of one that has several."""
+    names = alias.name.split(", ")
+    return [alias._replace(name=name, ours=alias.ours.replace("{}", name)) for name in names]
+
+
+ALIASES = [alias for written in WRITTEN for alias in _one_by_one(written)]
 
 
 def synonym(value: str, names: Collection[str]) -> str:
     """Return our name for exactly the same value, or the value itself."""
-    found = (
-        x.ours
-        for x in ALIASES
-        if x.name == value and x.of == "value" and not x.write and x.ours in names
-    )
-    return value if value in names else next(found, value)
+    if value in names:
+        return value
+    for x in ALIASES:
+        is_synonym = x.name == value and x.of == "value" and not x.write
+        if is_synonym and x.ours in names:
+            return x.ours
+    return value
 
 
 def hint(value, names: Collection[str], of: str = "value") -> str:
-    """Return what to write in the place of a name that does not exist, for the end of an error; ""
-    if nobody knows."""
+    """Return what to write in the place of a name that does not exist.
+
+    It is for the end of an error, "" if nobody knows.
+    """
     if not isinstance(value, str):
         return ""
+    is_value = of == "value"
     for alias in ALIASES:
-        if (
-            alias.name == value.lower()
-            and alias.of == of
-            and (of != "value" or alias.ours in names)
-        ):
-            return f": write {alias.write or (repr(alias.ours) if of == 'value' else alias.ours)}"
+        is_meant = alias.name == value.lower() and alias.of == of
+        if is_meant and (not is_value or alias.ours in names):
+            ours = repr(alias.ours) if is_value else alias.ours
+            return f": write {alias.write or ours}"
     spelled = {name.lower().replace("-", "_"): name for name in names}
     close = difflib.get_close_matches(value.lower().replace("-", "_"), spelled, 1, 0.75)
     return f": did you mean {spelled[close[0]]!r}?" if close else ""
@@ -265,32 +276,38 @@ def hint(value, names: Collection[str], of: str = "value") -> str:
 
 def refuse_keywords(function, unknown: Iterable[str], takes_others: bool):
     """Raise TypeError for an unknown keyword, with what to write as far as that is known.
-    takes_others: only then."""
-    name, result = function.__qualname__, getattr(function, "__annotations__", {}).get("return")
+
+    Args:
+        takes_others: the function hands keywords on, so that only those with known words are wrong.
+    """
+    name = function.__qualname__
+    result = getattr(function, "__annotations__", {}).get("return")
     for keyword in sorted(unknown):
         found = [x.ours for x in ALIASES if x.name == keyword and name in x.of.split(", ")]
         if {name, result} & OF_CALLS:
-            found += [
-                text.format(keyword)
-                for place, text in PLACES.items()
-                if keyword in KEYWORDS.get(place, ())
-            ]
+            for place, text in PLACES.items():
+                if keyword in KEYWORDS.get(place, ()):
+                    found.append(text.format(keyword))
         if found or not takes_others:
             said = f": write {found[0]}" if found else hint(keyword, KEYWORDS[name], "keyword")
             raise TypeError(f"{name}() got an unexpected keyword argument {keyword!r}{said}")
 
 
 def rows() -> list[str]:
-    """The table as lines of a page."""
+    """Return the table as lines of a page."""
     out = ["| elsewhere | whose | here |", "|---|---|---|"]
     for x in WRITTEN:
-        where = (
-            ""
-            if x.of == "value"
-            else f" as {x.of}"
-            if x.of in ("term", "metric", "input")
-            else f"= of {x.of}"
-        )
-        ours = f"`{x.write or x.ours}`" if x.write or x.of != "value" else f"the same as `{x.ours}`"
-        out.append(f"| `{x.name.replace(', ', '`, `')}`{where} | {x.whose} | {ours} |")
+        names = x.name.replace(", ", "`, `")
+        is_synonym = x.of == "value" and not x.write
+        ours = f"the same as `{x.ours}`" if is_synonym else f"`{x.write or x.ours}`"
+        out.append(f"| `{names}`{_where(x)} | {x.whose} | {ours} |")
     return out
+
+
+def _where(alias: Alias) -> str:
+    """Return what a name is elsewhere, after the name; "" for a value."""
+    if alias.of == "value":
+        return ""
+    if alias.of in ("term", "metric", "input"):
+        return f" as {alias.of}"
+    return f"= of {alias.of}"

@@ -7,7 +7,7 @@ import re
 import textwrap
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, TypeVar, Union
 
 import torch
@@ -30,34 +30,35 @@ def line_of(annotation: Any) -> Line | None:
         optional = type(None) in members
         return AnyOf(known, optional) if len(known) == len(lines) else None
     plain = PLAIN.get(typing.get_origin(annotation) or annotation)
-    if (
-        plain is None
-        and isinstance(annotation, type)
-        and annotation not in (torch.Tensor, tuple, dict, list)
-    ):
+    says_enough = annotation not in (torch.Tensor, tuple, dict, list)
+    if plain is None and isinstance(annotation, type) and says_enough:
         return Instance(annotation)
     return plain
 
 
 def _hints(function: Any) -> dict[str, Any]:
-    """Annotations of a function, of a dataclass's or named tuple's fields or of a class's
-    constructor, resolved."""
+    """Return the annotations of a function, resolved.
+
+    Those of a dataclass or named tuple are of its fields, those of another class of its
+    constructor.
+    """
     if dataclasses.is_dataclass(function) or hasattr(function, "_fields"):
         return typing.get_type_hints(function, include_extras=True)
-    plain: Any = inspect.unwrap(
-        vars(function)["__init__"] if isinstance(function, type) else function
-    )
-    # maybe a class to come
+    target = vars(function)["__init__"] if isinstance(function, type) else function
+    plain: Any = inspect.unwrap(target)
+    # the result may be of a class to come
     known = {name: hint for name, hint in plain.__annotations__.items() if name != "return"}
-    return typing.get_type_hints(
-        types.SimpleNamespace(__annotations__=known), plain.__globals__, include_extras=True
-    )
+    annotated = types.SimpleNamespace(__annotations__=known)
+    return typing.get_type_hints(annotated, plain.__globals__, include_extras=True)
 
 
 def lines_of(function: Callable[..., Any]) -> dict[str, Line]:
-    """Return the lines of a function's or class's parameters by name. TypeError for an annotation
-    that is no line."""
-    hints, lines = _hints(function), {}
+    """Return the lines of a function's or class's parameters by name.
+
+    TypeError for an annotation that is no line.
+    """
+    hints = _hints(function)
+    lines = {}
     for name, parameter in inspect.signature(function).parameters.items():
         line = line_of(hints.get(name))
         if line is not None:
@@ -71,11 +72,10 @@ def lines_of(function: Callable[..., Any]) -> dict[str, Line]:
 
 
 def described(function: F) -> F:
-    """Decorate a public function whose call checks its arguments itself, after ranks can tell each
-    other of an error.
+    """Decorate a public function whose call checks its arguments itself.
 
-    It gets the lines, its docstring an entry for each argument, an unknown keyword an error that
-    says what to write.
+    It does so after ranks can tell each other of an error. It gets the lines, its docstring an
+    entry for each argument, an unknown keyword an error that says what to write.
     """
     names = KEYWORDS[function.__qualname__] = frozenset(inspect.signature(function).parameters)
 
@@ -86,7 +86,8 @@ def described(function: F) -> F:
         return function(*args, **kwargs)
 
     result: Any = call
-    result.lines, result.names = lines_of(function), names
+    result.lines = lines_of(function)
+    result.names = names
     result.__doc__ = _with_arguments(function, result.lines)
     return result
 
@@ -99,25 +100,34 @@ _DETACHED: dict[str, frozenset[str]] = {}
 
 
 def checked(function: F) -> F:
-    """Decorate a public function or class: each argument of a call is checked by its line, in an
-    error that names it, and detached where its line says so.
+    """Decorate a public function or class whose arguments are checked by their lines.
 
-    The docstring gets an entry for each argument, a dataclass `tensors`: fields that may hold one
-    -> sharded dimension.
+    An error names the argument, and an argument is detached where its line says so. The docstring
+    gets an entry for each argument, a dataclass `tensors`: fields that may hold one -> sharded
+    dimension.
     """
-    is_class, key = isinstance(function, type), f"{function.__module__}.{function.__qualname__}"
+    key = f"{function.__module__}.{function.__qualname__}"
     lines = _LINES[key] = lines_of(function)
-    _DETACHED[key] = frozenset(
-        name for name, line in lines.items() if getattr(_tensor_line(line), "detached", False)
-    )
-    target: Any = function.__init__ if is_class else function
-    parameters, owner = inspect.signature(target).parameters, getattr(function, "called", "")
-    others = [
-        getattr(lines.get(x.name), "names", None)
-        for x in parameters.values()
-        if x.kind == x.VAR_KEYWORD
-    ]
+    _DETACHED[key] = frozenset(name for name, line in lines.items() if _is_detached(line))
+    if isinstance(function, type):
+        result: Any = function
+        result.__init__ = _checking(function, result.__init__, key)
+        if dataclasses.is_dataclass(function):
+            result.tensors = _sharded_dims(function)
+    else:
+        result = _checking(function, function, key)
+    result.lines = lines
+    result.__doc__ = _with_arguments(function, lines)
+    return result
+
+
+def _checking(function: Any, target: Any, key: str) -> Any:
+    """Return the target, a function or the constructor of a class, with checks of its arguments."""
+    is_class = isinstance(function, type)
+    owner = getattr(function, "called", "")
+    parameters = inspect.signature(target).parameters
     names = tuple(parameters)
+    others = _keywords_handed_on(parameters.values(), _LINES[key])
     known = KEYWORDS[function.__qualname__] = frozenset().union(names, *filter(None, others))
 
     @functools.wraps(target)
@@ -143,74 +153,83 @@ def checked(function: F) -> F:
             line.check(owner + name, value, sizes)
         return target(*args, **kwargs)
 
-    result: Any = call
-    if isinstance(function, type):
-        result = function
-        result.__init__ = call
-        found = {name: _tensor_line(line_of(hint)) for name, hint in _hints(function).items()}
-        if dataclasses.is_dataclass(function):
-            result.tensors = {
-                name: line.sharded for name, line in found.items() if line is not None
-            }
-    result.lines = lines
-    result.__doc__ = _with_arguments(function, lines)
-    return result
+    return call
+
+
+def _keywords_handed_on(parameters: Iterable[inspect.Parameter], lines: dict[str, Line]) -> list:
+    """Return the names that a parameter ** takes, if there is one; None in the list: any names."""
+    names = [x.name for x in parameters if x.kind == x.VAR_KEYWORD]
+    return [getattr(lines.get(name), "names", None) for name in names]
 
 
 def _tensor_line(line: Line | None) -> TensorLine | None:
-    """The line of a tensor in a line."""
+    """Return the line of a tensor in a line, None if there is none."""
     return next((x for x in getattr(line, "lines", (line,)) if isinstance(x, TensorLine)), None)
 
 
+def _is_detached(line: Line) -> bool:
+    return getattr(_tensor_line(line), "detached", False)
+
+
+def _sharded_dims(dataclass: Any) -> dict[str, int | None]:
+    """Return the fields of a dataclass that may hold tensors, with their sharded dimension."""
+    lines = {name: _tensor_line(line_of(hint)) for name, hint in _hints(dataclass).items()}
+    return {name: line.sharded for name, line in lines.items() if line is not None}
+
+
 def meaning_of(annotation: Any) -> str:
-    """Words of a resolved annotation about what the argument means."""
+    """Return the words of a resolved annotation about what the argument means."""
     if typing.get_origin(annotation) is Annotated:
         return " ".join(x for x in annotation.__metadata__ if isinstance(x, str))
-    members = (
-        typing.get_args(annotation)
-        if typing.get_origin(annotation) in (Union, types.UnionType)
-        else ()
-    )
-    return " ".join(filter(None, map(meaning_of, members)))
+    if typing.get_origin(annotation) in (Union, types.UnionType):
+        return " ".join(filter(None, map(meaning_of, typing.get_args(annotation))))
+    return ""
 
 
 def _with_arguments(function, lines: dict[str, Line]) -> str:
-    """Return a function's docstring whose section "Args" has an entry for each argument: its line,
-    what it means, and the entry that is written there, or in the function of "as in `function`";
-    and a section "Returns", where there is none, of what the annotation of the result says."""
-    doc, hints = inspect.cleandoc(function.__doc__ or "") + "\n", _hints(function)
+    """Return a function's docstring with sections "Args" and "Returns".
+
+    "Args" has an entry for each argument: its line, what it means, and the entry that is written
+    there, or in the function of "as in `function`". "Returns", if it is not written, is what the
+    annotation of the result says.
+    """
+    doc = inspect.cleandoc(function.__doc__ or "") + "\n"
+    hints = _hints(function)
     section = re.search(r"^Args:\n((?: {4}.*\n)*)", doc, re.M)
-    found = re.findall(
-        r"^ {4}([\w, ]+): ((?:.*\n)(?: {8}.*\n)*)", "" if section is None else section[1], re.M
-    )
-    written = {name: " ".join(text.split()) for names, text in found for name in names.split(", ")}
-    for name, text in written.items():
-        same = re.match(r"as in `(\w+)`[.;]? ?", text)
-        if same and name in (meant := _WRITTEN.get(same[1], {})):
-            written[name] = (
-                f"{meant[name].removesuffix('.')}. {_sentence(text[same.end() :])}".rstrip()
-            )
-    _WRITTEN[function.__name__] = written
+    written = _WRITTEN[function.__name__] = {} if section is None else _entries_of(section[1])
     entries = ""
     for name in dict.fromkeys((*lines, *written)):
         said = (lines[name].says, meaning_of(hints[name])) if name in lines else ()
         words = "".join(f"{part}. " for part in said if part) + _sentence(written.get(name, ""))
         entry = f"{name}: {' '.join(words.split())}"
-        entries += (
-            textwrap.fill(entry, 108, initial_indent="    ", subsequent_indent=" " * 8) + "\n"
-        )
-    following = re.search(r"^(Returns|Raises|Examples|Source):", doc, re.M)
-    start, end = (
-        section.span() if section else (len(doc) if following is None else following.start(),) * 2
-    )
+        filled = textwrap.fill(entry, 108, initial_indent="    ", subsequent_indent=" " * 8)
+        entries += f"{filled}\n"
+    sections = f"Args:\n{entries}" * bool(entries)
     result = "" if re.search("^Returns:", doc, re.M) else _result_of(function)
-    entries = f"Args:\n{entries}" * bool(entries)
-    entries += f"\nReturns:\n    {result}.\n" * bool(result)
-    return doc[:start] + entries.lstrip("\n") + "\n" * (section is None) + doc[end:].rstrip()
+    sections += f"\nReturns:\n    {result}.\n" * bool(result)
+    sections = sections.lstrip("\n")
+    if section is not None:
+        return doc[: section.start()] + sections + doc[section.end() :].rstrip()
+    following = re.search(r"^(Returns|Raises|Examples|Source):", doc, re.M)
+    end = len(doc) if following is None else following.start()
+    return doc[:end] + sections + "\n" + doc[end:].rstrip()
+
+
+def _entries_of(section: str) -> dict[str, str]:
+    """Return the text about each argument that a section "Args" has, "as in" another's included."""
+    found = re.findall(r"^ {4}([\w, ]+): ((?:.*\n)(?: {8}.*\n)*)", section, re.M)
+    written = {name: " ".join(text.split()) for names, text in found for name in names.split(", ")}
+    for name, text in written.items():
+        same = re.match(r"as in `(\w+)`[.;]? ?", text)
+        meant = _WRITTEN.get(same[1], {}) if same else {}
+        if same and name in meant:
+            more = _sentence(text[same.end() :])
+            written[name] = f"{meant[name].removesuffix('.')}. {more}".rstrip()
+    return written
 
 
 def _result_of(function) -> str:
-    """Words of a function's annotation about what it returns, "" if that says too little."""
+    """Return the words of an annotation about a function's result, "" if it says too little."""
     plain = inspect.unwrap(function)
     # a class has no globals
     said = getattr(plain, "__globals__", {}).get(plain.__annotations__.get("return"))
@@ -218,8 +237,10 @@ def _result_of(function) -> str:
 
 
 def lines_within(function: Any) -> dict[str, Line]:
-    """Return the lines of a checked function, or of the one that a partial hands on; none of
-    others."""
+    """Return the lines of a checked function, or of the one that a partial hands on.
+
+    Other functions have none.
+    """
     if isinstance(function, functools.partial):
         return next(filter(None, map(lines_within, (function.func, *function.args))), {})
     return getattr(function, "lines", {})

@@ -1,5 +1,7 @@
-"""Lines: what an argument may be. They read metadata and Python numbers, never a tensor's
-values."""
+"""Lines: what an argument may be.
+
+They read metadata and Python numbers, never a tensor's values.
+"""
 
 import math
 import operator
@@ -59,89 +61,115 @@ class TensorLine:
     @property
     def says(self) -> str:
         """Words for a table: shape, dtype and sharding, and whether it is detached."""
-        shape = "a tensor of " if self.shape is None else f"[{', '.join(map(str, self.shape))}] "
-        shape = shape if self.shape != () else "a scalar tensor of "
+        if self.shape is None:
+            shape = "a tensor of "
+        elif self.shape == ():
+            shape = "a scalar tensor of "
+        else:
+            shape = f"[{', '.join(map(str, self.shape))}] "
+        constant = "constant " * self.detached
         sharded = " sharded on V" * (self.sharded is not None)
-        return (
-            "constant " * self.detached
-            + f"{shape}{self.kind}{sharded}"
-            + ", or sizes of 1" * self.broadcasts
-        )
+        broadcasts = ", or sizes of 1" * self.broadcasts
+        return f"{constant}{shape}{self.kind}{sharded}{broadcasts}"
 
     def check(self, name: str, x: Any, sizes: Sizes):
         """Raise TypeError or ValueError unless x is such a tensor."""
         if not isinstance(x, torch.Tensor):
-            hint = next(
-                (f": pass its .{part}" for part in ("weight", "log_prob") if hasattr(x, part)),
-                self.hint,
+            raise TypeError(
+                f"{name} must be a tensor, got {type(x).__name__}{self._object_hint(x)}"
             )
-            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}{hint}")
         expect_dense(name, x)
         if not DTYPES[self.kind](x.dtype):
-            said = ": pass its .long()" * (x.is_floating_point() and "int64" in self.kind)
-            said = ": pass its .bool()" if self.kind == "bool" and not x.is_complex() else said
-            raise TypeError(f"{name} must be {self.kind}, got {x.dtype}{said}")
+            raise TypeError(f"{name} must be {self.kind}, got {x.dtype}{self._dtype_hint(x)}")
         if self.constant and x.requires_grad:
             raise ValueError(f"{name} gets no gradient: pass {name}.detach()")
         if self.shape is not None:
             self._check_shape(name, x, sizes)
-        where = (
-            x.device if self.shape is not None else "meta" if x.is_meta else "a device with values"
-        )
         # torch takes other scalars of the CPU
         if x.dim() or x.is_meta or (self.shape and not self.broadcasts):
-            _check_alike(
-                name, "device" if self.shape is not None else "kind of device", where, sizes
-            )
+            self._check_device(name, x, sizes)
+
+    def _object_hint(self, x) -> str:
+        """Return what to pass in the place of an object that is no tensor."""
+        for part in ("weight", "log_prob"):
+            if hasattr(x, part):
+                return f": pass its .{part}"
+        return self.hint
+
+    def _dtype_hint(self, x) -> str:
+        """Return what to pass in the place of a tensor of another dtype."""
+        if self.kind == "bool" and not x.is_complex():
+            return ": pass its .bool()"
+        return ": pass its .long()" * (x.is_floating_point() and "int64" in self.kind)
+
+    def _check_device(self, name, x, sizes):
+        """Raise ValueError for another device, or for meta beside values if no shape says more."""
+        if self.shape is not None:
+            _check_alike(name, "device", x.device, sizes)
+        else:
+            kind = "meta" if x.is_meta else "a device with values"
+            _check_alike(name, "kind of device", kind, sizes)
 
     def _check_shape(self, name, x, sizes):
+        """Raise ValueError unless x has the sizes that are known; note those that it sets."""
         assert self.shape is not None
-        tail = tuple(size for size in self.shape if size != "..")
-        lead = tuple(x.shape[: max(x.dim() - len(tail), 0)])
-        setters = " and ".join(dict.fromkeys(sizes[s][1] for s in self.shape if s in sizes))
-        known = sizes.setdefault("..", (lead, name))[0] if ".." in self.shape else ()
-        given = dict(zip(tail, x.shape[len(lead) :]))
-        set_before = {symbol: sizes[symbol][0] for symbol in tail if symbol in sizes}
-        expected = (
-            *known,
-            *(s if isinstance(s, int) else set_before.get(s, given.get(s)) for s in tail),
-        )
-        fits = x.dim() == len(expected) and all(
-            n == e or (self.broadcasts and n == 1) for n, e in zip(x.shape, expected)
-        )
-        if self.broadcasts and not fits and x.dim():
-            raise ValueError(
-                f"{name} must broadcast to the tokens {list(expected)} with as many dimensions, "
-                f"got {list(x.shape)}: a value per row is [B, 1]"
-            )
-        if not fits and not self.broadcasts:
-            shape = ", ".join(str(set_before.get(s, s)) for s in (*known, *tail))
-            expands = (
-                x.dim() == len(known)
-                and not tail
-                and all(n in (1, e) for n, e in zip(x.shape, known))
-            )
-            said = f": pass its .expand({', '.join(map(str, known))})" * (expands and bool(known))
-            if (
-                self.sharded is not None
-                and x.dim() == len(expected)
-                and x.shape[self.sharded] > expected[self.sharded]
-            ):
-                place = "..., " * (self.sharded == -1)
-                said = f": of the whole vocabulary? Pass its [{place}shard.start:shard.stop]"
-            of = f"{' of ' * bool(setters)}{setters}"
+        setters = dict.fromkeys(sizes[symbol][1] for symbol in self.shape if symbol in sizes)
+        tail = self._tail
+        own_lead = tuple(x.shape[: max(x.dim() - len(tail), 0)])
+        own_tail = dict(zip(tail, x.shape[len(own_lead) :]))
+        lead = sizes.setdefault("..", (own_lead, name))[0] if ".." in self.shape else ()
+        known = {symbol: sizes[symbol][0] for symbol in tail if symbol in sizes}
+        numbers = {size: size for size in tail if isinstance(size, int)}
+        values = own_tail | known | numbers
+        expected = (*lead, *(values.get(symbol) for symbol in tail))
+        if not self._fits(x.shape, expected):
+            if self.broadcasts:
+                raise ValueError(
+                    f"{name} must broadcast to the tokens {list(expected)} with as many "
+                    f"dimensions, got {list(x.shape)}: a value per row is [B, 1]"
+                )
+            shape = ", ".join(str(known.get(symbol, symbol)) for symbol in (*lead, *tail))
+            of = " of " * bool(setters) + " and ".join(setters)
+            said = self._shape_hint(x, lead, expected)
             raise ValueError(f"{name} must have shape [{shape}]{of}, got {list(x.shape)}{said}")
-        for symbol, size in given.items():
+        for symbol, size in own_tail.items():
             if isinstance(symbol, str):
                 sizes.setdefault(symbol, (size, name))
+
+    @property
+    def _tail(self) -> tuple[str | int, ...]:
+        """Symbols and numbers of the dimensions after those of the tokens."""
+        return tuple(size for size in self.shape or () if size != "..")
+
+    def _fits(self, shape, expected) -> bool:
+        """Return True for the expected sizes, or, where it broadcasts, sizes of 1 or none."""
+        if self.broadcasts and len(shape) == 0:
+            return True
+        if len(shape) != len(expected):
+            return False
+        return all(n == e or (self.broadcasts and n == 1) for n, e in zip(shape, expected))
+
+    def _shape_hint(self, x, lead, expected) -> str:
+        """Return what to pass in the place of a tensor of another shape, if that is likely."""
+        as_many = x.dim() == len(expected)
+        if self.sharded is not None and as_many:
+            is_larger = x.shape[self.sharded] > expected[self.sharded]
+            place = "..., " * (self.sharded == -1)
+            if is_larger:
+                return f": of the whole vocabulary? Pass its [{place}shard.start:shard.stop]"
+        is_of_tokens = as_many and lead == expected and len(lead) > 0
+        if is_of_tokens and all(n in (1, e) for n, e in zip(x.shape, lead)):
+            return f": pass its .expand({', '.join(map(str, lead))})"
+        return ""
 
 
 @dataclass(frozen=True)
 class NumberLine:
-    """A number in [low, high], of Python or numpy; NaN is in no range. hint: of the error for one
-    out of range.
+    """A number in [low, high], of Python or numpy; NaN is in no range.
 
-    in_fp32: tensors in fp32 are compared with it, so that a finite number is one in fp32.
+    Args:
+        hint: of the error for one out of range.
+        in_fp32: tensors in fp32 are compared with it, so that a finite number is one in fp32.
     """
 
     low: float = -math.inf
@@ -166,8 +194,12 @@ class NumberLine:
 
 @dataclass(frozen=True)
 class TupleOf:
-    """A tuple or list of so many values of one line (None: any number); ordered: the first number
-    is the lowest."""
+    """A tuple or list of values of one line.
+
+    Args:
+        count: how many; None: any number.
+        ordered: the first number is the lowest.
+    """
 
     line: Any
     count: int | None = None
@@ -176,13 +208,12 @@ class TupleOf:
     @property
     def says(self) -> str:
         """Words for a table."""
+        if self.ordered:
+            return "(lowest, highest)"
+        if self.count is None:
+            return f"a tuple or list, each {self.line.says}"
         each = "" if self.line.says == "a number" else f", each {self.line.says}"
-        several = (
-            f"a tuple or list, each {self.line.says}"
-            if self.count is None
-            else f"{self.count} numbers{each}"
-        )
-        return "(lowest, highest)" if self.ordered else several
+        return f"{self.count} numbers{each}"
 
     def check(self, name: str, value: Any, sizes: Sizes):
         """Raise TypeError or ValueError unless the value is such a tuple."""
@@ -244,8 +275,7 @@ class OneOf:
         return " or ".join(map(repr, self.names))
 
     def check(self, name: str, value: Any, sizes: Sizes):
-        """Raise ValueError for anything but one of the names, and TypeError for anything but a
-        flag."""
+        """Raise ValueError for anything but one of the names, TypeError for no flag."""
         if self.names == (True, False):
             if not isinstance(value, bool):
                 raise TypeError(f"{name} must be True or False, got {shown(value)}")
@@ -258,9 +288,12 @@ class OneOf:
 
 @dataclass(frozen=True)
 class Instance:
-    """An object of a class; one that has `tokens_like` must be of the same tokens [..] as other
-    arguments. A class may have a `remedy`, for errors about misplaced objects of it, and an
-    `of_tensor`, for a tensor in its place."""
+    """An object of a class.
+
+    One that has `tokens_like` must be of the same tokens [..] as other arguments. A class may have
+    a `remedy`, for errors about misplaced objects of it, and an `of_tensor`, for a tensor in its
+    place.
+    """
 
     kind: type
 
@@ -300,8 +333,12 @@ class Callables:
 
 @dataclass(frozen=True)
 class CheckedBy:
-    """A value for which function(name of the argument, value) raises no error; without a function
-    any value. names: of the keywords that a parameter ** hands on."""
+    """A value that a function accepts.
+
+    Args:
+        function: raises an error about (name of the argument, value); None: any value will do.
+        names: keywords that a parameter ** hands on.
+    """
 
     says: str
     function: Callable[[str, Any], None] | None = None
@@ -315,8 +352,12 @@ class CheckedBy:
 
 @dataclass(frozen=True)
 class Names:
-    """A tuple or list of names. known: a function that returns the names there are; hint: of the
-    error for others."""
+    """A tuple or list of names.
+
+    Args:
+        known: a function that returns the names there are.
+        hint: of the error for others.
+    """
 
     says = "names"
     known: Callable[[], Any] | None = None
@@ -367,10 +408,9 @@ class AnyOf:
             except TypeError:
                 if len(meant) == 1:
                     raise
-        of_tensor = [
-            getattr(line.kind, "of_tensor", "") for line in self.lines if isinstance(line, Instance)
-        ]
-        said = max(of_tensor, default="") if isinstance(value, torch.Tensor) else ""
+        kinds = [line.kind for line in self.lines if isinstance(line, Instance)]
+        remedies = [getattr(kind, "of_tensor", "") for kind in kinds]
+        said = max(remedies, default="") if isinstance(value, torch.Tensor) else ""
         raise TypeError(f"{name} must be {self.says}, got {shown(value)}{said}")
 
 
@@ -400,7 +440,9 @@ def _check_alike(name: str, symbol: str, device, sizes: Sizes):
     """Raise ValueError unless the device, or the kind of it, is that of the first tensor."""
     expected, first = sizes.setdefault(symbol, (device, name))
     if device != expected:
-        if getattr(device, "type", device) != getattr(expected, "type", expected):
-            # the same on all ranks
-            device, expected = (getattr(x, "type", x) for x in (device, expected))
+        kind = getattr(device, "type", device)
+        expected_kind = getattr(expected, "type", expected)
+        if kind != expected_kind:  # without numbers of devices: the same on all ranks
+            device = kind
+            expected = expected_kind
         raise ValueError(f"{name} must be on {expected} like {first}, got {device}")

@@ -2,16 +2,13 @@
 
 
 def shown(value) -> str:
-    """A value for a message, which must be the same on all ranks: objects by their type."""
-    if type(value) in (list, tuple) and not all(
-        isinstance(x, (str, float, int, list, tuple)) for x in value
-    ):
-        return str([type_name(x) for x in value])
-    return (
-        type_name(value)
-        if isinstance(value, (type, dict)) or type(value).__module__ != "builtins"
-        else repr(value)
-    )
+    """Return a value for a message, which must be the same on all ranks: objects by their type."""
+    if type(value) in (list, tuple):
+        is_plain = all(isinstance(x, (str, float, int, list, tuple)) for x in value)
+        return repr(value) if is_plain else str([type_name(x) for x in value])
+    if isinstance(value, (type, dict)) or type(value).__module__ != "builtins":
+        return type_name(value)
+    return repr(value)
 
 
 def type_name(value) -> str:
