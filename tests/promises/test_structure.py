@@ -162,7 +162,7 @@ def test_only_comm_calls_collectives():
     allowed["integrations.megatron.head"] = {"ProcessGroup"}
     allowed["modules.vocab_rows"] = {"get_process_group_ranks"}
     allowed["modules.saved_rows"] = {"get_rank", "get_world_size", "is_initialized"}
-    allowed["call.dtensor"] = {"get_process_group_ranks", "get_world_size"}
+    allowed["call.placements"] = {"get_process_group_ranks", "get_world_size"}
     allowed["head_loss.output"] = allowed["arguments.sequences"] = {"ProcessGroup"}
     allowed["__main__"] = {"ProcessGroup", "group", "init_process_group", "destroy_process_group"}
     for path in PACKAGE.rglob("*.py"):
