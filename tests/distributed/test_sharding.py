@@ -342,6 +342,7 @@ def destroyed_run(group, device):
     x, labels = torch.zeros(2, shard.width, device=device), torch.tensor([1, 2], device=device)
     hidden, weight = torch.zeros(2, 3, device=device), torch.zeros(shard.width, 3, device=device)
     names, name = dist.distributed_c10d._world.pg_names, own.group_name
+    dist.barrier(group)  # a rank that is still joining would lose its peer
     dist.destroy_process_group(own)
     other = dist.new_group(ranks)
     torch._C._distributed_c10d._unregister_process_group(other.group_name)
@@ -362,6 +363,7 @@ def destroyed_run(group, device):
     torch._C._distributed_c10d._unregister_process_group(name)
     names[other] = other_name = "released"
     torch._C._distributed_c10d._register_process_group(other_name, other)
+    dist.barrier(group)
     dist.destroy_process_group(other)
     return messages
 

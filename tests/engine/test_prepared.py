@@ -133,6 +133,20 @@ def test_two_backwards_and_in_place_gradients(inplace, steps, device):
     assert steps == {"statistics": 1, "gradient": 0 if inplace else 2}
 
 
+def test_a_way_that_was_not_ready_is_taken_when_it_is(steps, device, monkeypatch):
+    x, labels = rows(device)
+    head = HeadLoss(options=TRITON)
+    first = step(head, x, labels)
+    with monkeypatch.context() as patch:
+        patch.setattr(PreparedLaunches, "is_ready", lambda *_: False)
+        second = step(head, x, labels)
+    assert steps == {"statistics": 0, "gradient": 0}
+    third = step(head, x, labels)
+    assert steps == {"statistics": 1, "gradient": 1}
+    assert_equal(first, second)
+    assert_equal(first, third)
+
+
 def test_a_kind_that_comes_once_prepares_nothing(steps, device):
     x, labels = rows(device)
     head = HeadLoss(options=TRITON)
@@ -204,7 +218,7 @@ def ranks_run(group, device, transport):
     )
     found = [step(head, x, labels, shard=shard) for x in (local, 2 * local, local)]
     (known,) = head._definition.plan.checked.values()
-    assert [type(way) for way in known.ways.values()] == [PreparedLaunches]
+    assert [[type(way) for way in ways] for ways in known.ways.values()] == [[PreparedLaunches]]
     return [(out.loss.item(), gradient.cpu()) for out, gradient in found]
 
 

@@ -52,30 +52,35 @@ def general(inplace: bool) -> Way:
 
 
 def way_of(case: Case) -> Way:
-    """Return the quickest way of a call, which is kept for calls of its kind."""
+    """Return the quickest way of a call. Ways without an obstacle are kept for calls of its kind:
+    one that is not ready now may be later."""
     if torch.compiler.is_compiling():  # which takes operators, and must not trace what follows
         return general(case.inplace)
     kept = case.request.ways
     if kept is None:
-        return chosen(case)
+        return chosen(case)[-1]
     place = _place(case)
-    way = kept.get(place)
-    if way is None or not way.is_ready(case.request):
-        way = kept[place] = chosen(case)
-    return way
+    for way in kept.get(place, ()):
+        if way.is_ready(case.request):
+            return way
+    kept[place] = chosen(case)
+    return kept[place][-1]
 
 
-def chosen(case: Case) -> Way:
-    """Return the first way without an obstacle that is ready. Raises ValueError where one is
-    demanded that is not."""
+def chosen(case: Case) -> list[Way]:
+    """Return the ways without an obstacle, the quickest first, up to the first that is ready.
+
+    Raises ValueError where one is demanded that is not.
+    """
     obstacles: dict[str, str] = {}
+    ways: list[Way] = []
     for kind in WAYS:
         obstacle = kind.obstacle(case)
         if obstacle is None:
-            way = kind.of_kind(case)
-            if way.is_ready(case.request):
-                _log_once(way.name, *obstacles.items())
-                return way
+            ways.append(kind.of_kind(case))
+            if ways[-1].is_ready(case.request):
+                _log_once(kind.name, *obstacles.items())
+                return ways
             obstacle = kind.not_ready
         if kind.is_demanded(case):
             raise ValueError(

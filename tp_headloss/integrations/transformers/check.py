@@ -159,7 +159,7 @@ def _heeded_by_stock(model) -> tuple[Transform, set]:
         | layer._backward_hooks
     )
     # accelerate's hooks replace it as well, and have an error of their own
-    is_replaced = "forward" in vars(layer) and not hasattr(layer, "_hf_hook")
+    is_replaced = vars(layer).get("forward") is not None and not hasattr(layer, "_hf_hook")
     own: set = {"a forward of its own"} if is_replaced else set()
     own |= {
         i
