@@ -105,7 +105,7 @@ class Statistics(torch.autograd.Function):
 
 
 def _saved_of_loss(found, reduction, layout) -> tuple:
-    """What the gradient of a reduced loss needs."""
+    """Return the tensors that the gradient of a reduced loss needs."""
     by_name = dict(zip(layout.outputs, found.outputs))
     _loss, _sums, inverse, slopes = found.reduced
     if slopes is not None:

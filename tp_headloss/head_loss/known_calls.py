@@ -53,7 +53,7 @@ def _checks_read_values(options: Options, denominator, inputs) -> bool:
 
 
 def _facts_of_inputs(inputs, labels) -> tuple | None:
-    """What the checks read of inputs; None unless they are plain tensors of a value per token."""
+    """Return the facts of inputs that the checks read, or None: not all are a number per token."""
     if type(inputs) is not dict:
         return None
     if any(not _is_plain(x) or x.shape != labels.shape for x in inputs.values()):

@@ -192,8 +192,7 @@ def row_function(terms, vocab_size: int = 0) -> RowFunction | None:
 
 @contextlib.contextmanager
 def _plain_torch():
-    """A block to which a caller's default device and hooks of saved tensors, as a checkpoint's, mean
-    nothing."""
+    """Enter a block in which a caller's default device and hooks of saved tensors mean nothing."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.device("cpu"))
         stack.enter_context(torch.autocast("cpu", enabled=False))

@@ -24,7 +24,8 @@ class Explanation(NamedTuple):
         obstacles: by the names of the quicker ways, the quickest first.
 
     Examples:
-        >>> hidden, weight = torch.ones(2, 8, requires_grad=True), torch.nn.Parameter(torch.ones(4, 8))
+        >>> hidden = torch.ones(2, 8, requires_grad=True)
+        >>> weight = torch.nn.Parameter(torch.ones(4, 8))
         >>> print(HeadLoss(reduction="none").explain_linear(hidden, weight, torch.tensor([0, 1])))
         the way is blocks
         one sweep: a loss per token has no scalar upstream gradient
@@ -33,6 +34,20 @@ class Explanation(NamedTuple):
 
     way: str
     obstacles: dict[str, str]
+
+    @classmethod
+    def of(cls, kinds, sentence: str, *call) -> Explanation:
+        """Explain the first of some kinds of ways without an obstacle, of which the last has none.
+
+        sentence: with a place for an obstacle. call: arguments of their `obstacle`.
+        """
+        obstacles: dict[str, str] = {}
+        for kind in kinds:
+            obstacle = kind.obstacle(*call)
+            if obstacle is None:
+                break
+            obstacles[kind.name] = sentence.format(obstacle)
+        return cls(kind.name, obstacles)
 
     def __str__(self) -> str:
         lines = [
@@ -92,13 +107,7 @@ def chosen(case: Case) -> list[Way]:
 
 def explained(case: Case) -> Explanation:
     """Explain which way a call takes, from its metadata alone."""
-    obstacles: dict[str, str] = {}
-    for kind in WAYS:
-        obstacle = kind.obstacle(case)
-        if obstacle is None:
-            return Explanation(kind.name, obstacles)
-        obstacles[kind.name] = f"needs {obstacle}"
-    raise AssertionError("the general way serves every call")
+    return Explanation.of(WAYS, "needs {}", case)
 
 
 @functools.lru_cache(maxsize=256)

@@ -64,7 +64,10 @@ class OneRead(Way):
     """
 
     name = "one read"
-    not_ready = "a kernel and memory, which cannot be had here (see the log), or not while a graph is captured"
+    not_ready = (
+        "a kernel and memory, which cannot be had here (see the log), or not while a graph is "
+        "captured"
+    )
 
     def __init__(self, inplace: bool, record: int):
         """record: of the upstream gradients that forwards foresee, see `one_read.kernel.Memory`."""
@@ -157,21 +160,21 @@ class OneReadBlocks(NamedTuple):
 
 def has_memory(request: Request) -> bool:
     """Return True if there is a kernel, and memory for the packets of its launches."""
-    return (
-        memory_of(
-            request, cuts_of(columns_of(request) // request.facts.chunks, request.facts.chunks)
-        )
-        is not None
-    )
+    chunks = request.facts.chunks
+    cuts = cuts_of(columns_of(request) // chunks, chunks)
+    return memory_of(request, cuts) is not None
 
 
 def _obstacle_to_speed(request: Request) -> str | None:
     """Return the obstacle of a call that is smaller than those that were measured to be faster."""
     rows, columns = request.tensors.logits.shape[0], columns_of(request)
-    if columns < NARROWEST:
-        return f"at least {NARROWEST} columns on each rank, from which it was measured to be faster, got {columns}"
-    if rows * columns < FEWEST:
-        return f"at least {FEWEST} logits on each rank, from which it was measured to be faster, got {rows * columns}"
+    for name, least, got in (
+        ("columns", NARROWEST, columns),
+        ("logits", FEWEST, rows * columns),
+    ):
+        if got < least:
+            measured = "from which it was measured to be faster"
+            return f"at least {least} {name} on each rank, {measured}, got {got}"
     return None
 
 

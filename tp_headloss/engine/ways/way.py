@@ -1,4 +1,4 @@
-"""What a way of a call is.
+"""`Way`: one way to compute a call, as a value.
 
 The statistics of a call, its loss and their gradients can be computed in several ways, which give
 the same numbers and differ in launches and in memory traffic. A way is one value. It says which
@@ -62,7 +62,7 @@ class Case(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a forward finds."""
+    """Results of a way's forward."""
 
     merged: torch.Tensor  # rows [R, N]
     outputs: tuple[torch.Tensor, ...]  # of `Layout.outputs`
