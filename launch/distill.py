@@ -1,17 +1,13 @@
-"""Distil a language model of launch/train.py into a smaller one, by cross-entropy and KL at once;
-sharded vocabulary.
+"""Distil a language model of launch/train.py into a smaller one, by cross-entropy and KL at once; sharded vocabulary.
 
 torchrun --standalone --nproc-per-node 2 launch/distill.py --teacher runs/train     # 2 shards
-torchrun --standalone --nproc-per-node 4 launch/distill.py --tp 2                   # 2 replicas of
-2 shards python launch/distill.py                                                            # one
-process, unsharded
+torchrun --standalone --nproc-per-node 4 launch/distill.py --tp 2                   # 2 replicas of 2 shards
+python launch/distill.py                                                            # one process, unsharded
 
-One student for each of --runs, from equal weights, on equal batches, validated by cross-entropy
-alone:
+One student for each of --runs, from equal weights, on equal batches, validated by cross-entropy alone:
   ce        no teacher
   online    the teacher runs beside the student, and its whole distribution counts
-  offline   the teacher has written its top K for every training token to a file, and is no longer
-  in memory
+  offline   the teacher has written its top K for every training token to a file, and is no longer in memory
 """
 
 import json

@@ -1,19 +1,16 @@
-"""Train a Megatron-Core GPTModel by Megatron's own schedule, data-parallel wrapper and optimizer,
-its loss and ours.
+"""Train a Megatron-Core GPTModel by Megatron's own schedule, data-parallel wrapper and optimizer, its loss and ours.
 
-torchrun --standalone --nproc-per-node 2 launch/megatron_pretrain.py                    # CPUs or
-GPUs, small, real text torchrun --standalone --nproc-per-node 4 launch/megatron_pretrain.py --tp 4
---data synthetic --hidden 4096 --heads 32 \
+torchrun --standalone --nproc-per-node 2 launch/megatron_pretrain.py                    # CPUs or GPUs, small, real text
+torchrun --standalone --nproc-per-node 4 launch/megatron_pretrain.py --tp 4 --data synthetic --hidden 4096 --heads 32 \
     --vocab 128256 --length 2048 --batch 4 --steps 20 --lr 3e-5  # of docs/megatron_measured.md
 
-Each of --losses trains a model from the same weights on the same batches (one that is named twice,
-twice):
+Each of --losses trains a model from the same weights on the same batches (one that is named twice, twice):
   stock          Megatron's vocab-parallel cross-entropy
   stock-fused    the same, cross_entropy_loss_fusion with the native implementation
   stock-te       the same with Transformer Engine's, which must be installed
   logits         ours in the place of the loss; logits-inplace: its gradient overwrites the logits
-  head           ours in the place of output layer and loss: no logits, which are made again for the
-  backward head-one-sweep the same, gradients in the forward, because the loss mask is known there
+  head           ours in the place of output layer and loss: no logits, which are made again for the backward
+  head-one-sweep the same, gradients in the forward, because the loss mask is known there
 """
 
 import argparse

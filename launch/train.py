@@ -1,14 +1,12 @@
-"""Train a small language model whose vocabulary is sharded, on text that is already on this
-machine.
+"""Train a small language model whose vocabulary is sharded, on text that is already on this machine.
 
-torchrun --standalone --nproc-per-node 2 launch/train.py --tp 2     # 2 shards; 4 processes: 2
-replicas of 2 shards python launch/train.py --baseline                                   # the same
-run, unsharded, in plain torch
+torchrun --standalone --nproc-per-node 2 launch/train.py --tp 2     # 2 shards; 4 processes: 2 replicas of 2 shards
+python launch/train.py --baseline                                   # the same run, unsharded, in plain torch
 
-Ctrl-C or SIGTERM: every rank finishes the step and saves; --resume goes on bit for bit, or with
-another --tp or number of replicas. (torchrun ends its own process with a SignalException then,
-after the ranks have saved.) A rank that dies: torchrun --max-restarts N starts all of them again,
-and they go on from the newest checkpoint. Several hosts: launch/slurm.sbatch.
+Ctrl-C or SIGTERM: every rank finishes the step and saves; --resume goes on bit for bit, or with another --tp or number
+of replicas. (torchrun ends its own process with a SignalException then, after the ranks have saved.) A rank that dies:
+torchrun --max-restarts N starts all of them again, and they go on from the newest checkpoint. Several hosts:
+launch/slurm.sbatch.
 """
 
 import argparse

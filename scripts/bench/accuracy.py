@@ -1,13 +1,11 @@
-"""How exact loss and gradients are, against float64, in units in the last place, for each dtype of
-the logits.
+"""How exact loss and gradients are, against float64, in units in the last place, for each dtype of the logits.
 
-python scripts/bench/accuracy.py --json docs/bench/accuracy_cpu.json       # on a CPU, the torch
-backend python scripts/bench/accuracy.py --json docs/bench/accuracy_h200.json      # on a GPU, the
-kernels
+python scripts/bench/accuracy.py --json docs/bench/accuracy_cpu.json       # on a CPU, the torch backend
+python scripts/bench/accuracy.py --json docs/bench/accuracy_h200.json      # on a GPU, the kernels
 
-Cross-entropy with random upstream gradients, over vocabularies and distributions that are hard in
-different ways. The bounds are those of tests/statistics/test_accuracy.py; docs/theory.md derives
-them. An error over its bound is a share above 1.
+Cross-entropy with random upstream gradients, over vocabularies and distributions that are hard in different ways. The
+bounds are those of tests/statistics/test_accuracy.py; docs/theory.md derives them. An error over its bound is a share
+above 1.
 """
 
 import argparse

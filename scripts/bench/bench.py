@@ -1,33 +1,29 @@
 """Time and memory of head losses, ours and other people's, side by side in one process.
 
     python scripts/bench/bench.py --tokens 8192 --vocab 32064 128256 --json tp1.json
-    torchrun --standalone --nproc-per-node 4 scripts/bench/bench.py --vocab 128256 --tasks ce
-    --implementations 'ours*' python scripts/bench/bench.py --device cpu --tokens 64 --vocab 1000
-    --implementations ours torch  # a smoke test
+    torchrun --standalone --nproc-per-node 4 scripts/bench/bench.py --vocab 128256 --tasks ce --implementations 'ours*'
+    python scripts/bench/bench.py --device cpu --tokens 64 --vocab 1000 --implementations ours torch  # a smoke test
 
 One row per task, tokens, vocabulary, TP size (the number of processes) and implementation;
 `scripts/bench/plot_bench.py` draws the JSON files of one or more runs.
 
-Check: before it is timed, every implementation computes loss and logits gradient with all labels
-but those of 16 rows ignored, and is compared with float64 on those rows. Too far off is status
-"wrong": listed and timed, but marked. Not done with this first call, which may compile or tune, in
-`--limit` seconds is status "timed out" (one process). Every row is printed, and the JSON written,
-as soon as it is measured.
+Check: before it is timed, every implementation computes loss and logits gradient with all labels but those of 16 rows
+ignored, and is compared with float64 on those rows. Too far off is status "wrong": listed and timed, but marked. Not
+done with this first call, which may compile or tune, in `--limit` seconds is status "timed out" (one process). Every
+row is printed, and the JSON written, as soon as it is measured.
 
-Times, in microseconds, as 10 %, 50 % and 90 % points over the repeats; with several ranks, of the
-slowest one:
-* forward in grad mode (it saves what its backward needs) and both, of the mean loss over all
-  tokens; backward is their difference;
-* graph: one replay of a CUDA graph between two events, the L2 cache flushed before. null, with the
-  reason, for what cannot be captured;
-* eager: up to 10 steps back to back between two events, divided by their number: as in training,
-  the host may run ahead. host: what it needs to issue one step, measured apart.
-* do_bench (`--do-bench`, one process): both, by `triton.testing.do_bench_cudagraph`, a second
-  clock, without a flush.
+Times, in microseconds, as 10 %, 50 % and 90 % points over the repeats; with several ranks, of the slowest one:
+* forward in grad mode (it saves what its backward needs) and both, of the mean loss over all tokens; backward is their
+  difference;
+* graph: one replay of a CUDA graph between two events, the L2 cache flushed before. null, with the reason, for what
+  cannot be captured;
+* eager: up to 10 steps back to back between two events, divided by their number: as in training, the host may run
+  ahead. host: what it needs to issue one step, measured apart.
+* do_bench (`--do-bench`, one process): both, by `triton.testing.do_bench_cudagraph`, a second clock, without a flush.
 
-Floor: what must move through memory, the logits read forward, read and written backward (6 bytes
-per logit in bf16), and those of a teacher read in both (10 bytes), at the copy bandwidth measured
-in the same process. extra memory: the peak above the inputs, after a warm-up.
+Floor: what must move through memory, the logits read forward, read and written backward (6 bytes per logit in bf16),
+and those of a teacher read in both (10 bytes), at the copy bandwidth measured in the same process. extra memory: the
+peak above the inputs, after a warm-up.
 """
 
 from __future__ import annotations

@@ -1,21 +1,17 @@
-"""Host time of one training step of ours beside F.cross_entropy: what Python, dispatch and launches
-take of the CPU.
+"""Host time of one training step of ours beside F.cross_entropy: what Python, dispatch and launches take of the CPU.
 
-    python scripts/bench/host_time.py               # on the GPU, or without one on the CPU with the
-    torch backend python scripts/bench/host_time.py --tokens 4096 --vocab 32000 --json
-    host_time.json
+    python scripts/bench/host_time.py               # on the GPU, or without one on the CPU with the torch backend
+    python scripts/bench/host_time.py --tokens 4096 --vocab 32000 --json host_time.json
 
-A step is forward and backward of the mean cross-entropy of logits [tokens, vocab], by
-`HeadLoss([CrossEntropy()])` and by `torch.nn.functional.cross_entropy`, on the same tensors in the
-same process. Nothing waits for the device within a step: its time is from the call to the return of
-`backward()`, when all kernels have been launched. The two take turns in batches of steps, and the
-device catches up between batches, so that its queue never fills. Times are medians over all steps,
-in microseconds; [10 %, 90 %] beside them say how steady the machine was.
+A step is forward and backward of the mean cross-entropy of logits [tokens, vocab], by `HeadLoss([CrossEntropy()])` and
+by `torch.nn.functional.cross_entropy`, on the same tensors in the same process. Nothing waits for the device within a
+step: its time is from the call to the return of `backward()`, when all kernels have been launched. The two take turns
+in batches of steps, and the device catches up between batches, so that its queue never fills. Times are medians over
+all steps, in microseconds; [10 %, 90 %] beside them say how steady the machine was.
 
-Both are measured twice: in one thread (`torch.autograd.set_multithreading_enabled(False)`), and
-with the thread that autograd keeps for each GPU, which runs the backward while the caller waits. On
-a CPU autograd has no such thread, and the time of a step includes its arithmetic, in one thread of
-torch: choose a small shape.
+Both are measured twice: in one thread (`torch.autograd.set_multithreading_enabled(False)`), and with the thread that
+autograd keeps for each GPU, which runs the backward while the caller waits. On a CPU autograd has no such thread, and
+the time of a step includes its arithmetic, in one thread of torch: choose a small shape.
 """
 
 import argparse

@@ -1,21 +1,18 @@
-"""A linear head and its GEMMs in turns, on one GPU: what `bench_linear.py` measures one after the
-other.
+"""A linear head and its GEMMs in turns, on one GPU: what `bench_linear.py` measures one after the other.
 
     python scripts/bench/linear_turns.py --ranks 1 4 8 --json linear_turns.json
-    python scripts/bench/linear_turns.py --ways 'one sweep*' --peers '*CuTe' 'quack*' --vocab 128256
-    32000
+    python scripts/bench/linear_turns.py --ways 'one sweep*' --peers '*CuTe' 'quack*' --vocab 128256 32000
 
-A GPU slows down when it draws too much power, so the same GEMMs take 10 % more or less within a
-run. Here each way of computing the loss, dH and dW runs for a while in each of several rounds, of
-which every other one has the reverse order. Times are medians over the rounds, ratios are medians
-of the ratios to the bare GEMMs of the same round, as graphs. One rank of P is a shard of V/P ids
-alone on the GPU, which sends one packet of statistics: the exchange, and the reduction of dH over
-the ranks, are missing.
+A GPU slows down when it draws too much power, so the same GEMMs take 10 % more or less within a run. Here each way of
+computing the loss, dH and dW runs for a while in each of several rounds, of which every other one has the reverse
+order. Times are medians over the rounds, ratios are medians of the ratios to the bare GEMMs of the same round, as
+graphs. One rank of P is a shard of V/P ids alone on the GPU, which sends one packet of statistics: the exchange, and
+the reduction of dH over the ranks, are missing.
 
-block: the budget for a block of logits, as a share of all logits; `+ sums` adds fp32 sums of dH, of
-all tokens. forward: log-probs of the labels alone, without gradients.
-host: microseconds until all kernels of an eager step are launched, on a device with nothing else to
-do. memory: MiB at the peak of a step, without dH and dW.
+block: the budget for a block of logits, as a share of all logits; `+ sums` adds fp32 sums of dH, of all tokens.
+forward: log-probs of the labels alone, without gradients.
+host: microseconds until all kernels of an eager step are launched, on a device with nothing else to do.
+memory: MiB at the peak of a step, without dH and dW.
 first: seconds of the first step, in which kernels are compiled that no way before it has.
 """
 

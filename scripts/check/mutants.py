@@ -1,18 +1,16 @@
 """Plant bugs, one at a time, in a copy of the package, and see whether the tests notice.
 
 .venv/bin/python scripts/check/mutants.py                   # all of them, two at a time, for hours
-.venv/bin/python scripts/check/mutants.py --only 0 7 shard  # some: by number, or by part of a
-module, function or test .venv/bin/python scripts/check/mutants.py --list            # plants none,
-but says which ones can no longer be planted
+.venv/bin/python scripts/check/mutants.py --only 0 7 shard  # some: by number, or by part of a module, function or test
+.venv/bin/python scripts/check/mutants.py --list            # plants none, but says which ones can no longer be planted
 
-The bugs are in `planted.py`: a module of the package, the qualified name of a function in it, the
-statement, expression or keyword argument to find there, and what it becomes. Code is compared as
-parsed, so that comments, line breaks and parentheses do not matter; it must be in the function
-exactly once. Where it is not, the list says what is there that looks alike, and in which functions
-of the package the same code is now.
+The bugs are in `planted.py`: a module of the package, the qualified name of a function in it, the statement, expression
+or keyword argument to find there, and what it becomes. Code is compared as parsed, so that comments, line breaks and
+parentheses do not matter; it must be in the function exactly once. Where it is not, the list says what is there that
+looks alike, and in which functions of the package the same code is now.
 
-A mutant is killed if the tests of its group fail, and survives if they pass. Survivors, and bugs
-that cannot be planted, are listed at the end and make the exit status 1.
+A mutant is killed if the tests of its group fail, and survives if they pass. Survivors, and bugs that cannot be
+planted, are listed at the end and make the exit status 1.
 """
 
 import argparse

@@ -1,16 +1,13 @@
-"""Compare the bits of this tree's results with those of another revision: a refactoring must not
-change one.
+"""Compare the bits of this tree's results with those of another revision: a refactoring must not change one.
 
-    .venv/bin/python scripts/check/same_bits.py HEAD~1              # 400 calls with each backend,
-    on the CPU or a GPU .venv/bin/python scripts/check/same_bits.py HEAD~3 --calls 2000 --backend
-    torch
+    .venv/bin/python scripts/check/same_bits.py HEAD~1              # 400 calls with each backend, on the CPU or a GPU
+    .venv/bin/python scripts/check/same_bits.py HEAD~3 --calls 2000 --backend torch
 
-The calls are the cases that the tests generate (statistics and losses; sets, given ids, teachers,
-transforms, reductions, types and layouts; not one launch), of logits and, every other one, of
-hidden states, in one process without a group. Both trees make them from the same numbers. Their
-statistics, losses, sums and gradients are hashed, call by call. The exit status is 1 if a call
-differs; its number and case are printed, and `--only NUMBER` makes it alone. Other words of an
-error count as a difference, too.
+The calls are the cases that the tests generate (statistics and losses; sets, given ids, teachers, transforms,
+reductions, types and layouts; not one launch), of logits and, every other one, of hidden states, in one process without
+a group. Both trees make them from the same numbers. Their statistics, losses, sums and gradients are hashed, call by
+call. The exit status is 1 if a call differs; its number and case are printed, and `--only NUMBER` makes it alone. Other
+words of an error count as a difference, too.
 """
 
 import argparse

@@ -1,16 +1,13 @@
-"""The tests' generated cases for as long as you like, and whether the ranks leak anything
-meanwhile.
+"""The tests' generated cases for as long as you like, and whether the ranks leak anything meanwhile.
 
 .venv/bin/python scripts/check/soak.py --examples 50000
 .venv/bin/python scripts/check/soak.py --hours 8 --ranks 1 2 4 --seed 7
-.venv/bin/python scripts/check/soak.py --case "Case(seed=..)"        # one example, as a failure
-prints it
+.venv/bin/python scripts/check/soak.py --case "Case(seed=..)"        # one example, as a failure prints it
 
-A round is `--round` examples for every number of ranks, by the check of
-tests/promises/test_generated.py, a tenth on the Triton backend (interpreted where there is no GPU),
-from a seed of its own: `--seed` is the first round's, the next one's is one more. Exit status 1
-with the seed of the failing round, or if file descriptors or device memory grew after the first two
-rounds.
+A round is `--round` examples for every number of ranks, by the check of tests/promises/test_generated.py, a tenth on
+the Triton backend (interpreted where there is no GPU), from a seed of its own: `--seed` is the first round's, the next
+one's is one more. Exit status 1 with the seed of the failing round, or if file descriptors or device memory grew after
+the first two rounds.
 """
 
 import argparse

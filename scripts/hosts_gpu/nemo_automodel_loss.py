@@ -1,8 +1,7 @@
-"""NeMo-Automodel's losses, called as its recipes call them, of Transformers' Llama in torch's
-tensor parallelism, with its MaskedCrossEntropy and with ours.
+"""NeMo-Automodel's losses, called as its recipes call them, of Transformers' Llama in torch's tensor parallelism, with
+its MaskedCrossEntropy and with ours.
 
-torchrun --standalone --nproc-per-node 2 scripts/hosts_gpu/nemo_automodel_loss.py --json
-nemo_automodel.json
+torchrun --standalone --nproc-per-node 2 scripts/hosts_gpu/nemo_automodel_loss.py --json nemo_automodel.json
 """
 
 import functools

@@ -1,14 +1,11 @@
-"""torchtitan's Trainer, tensor parallel, with its loss of logits, its chunked loss, and with
-`FusedHeadLoss`.
+"""torchtitan's Trainer, tensor parallel, with its loss of logits, its chunked loss, and with `FusedHeadLoss`.
 
-torchrun --standalone --nproc-per-node 2 scripts/hosts_gpu/torchtitan_trainer.py --json
-torchtitan.json
+torchrun --standalone --nproc-per-node 2 scripts/hosts_gpu/torchtitan_trainer.py --json torchtitan.json
 
---ways names other ways to train: FSDP (the parameters sharded over all GPUs, each with rows of its
-own, in the place of tensor parallelism), FSDP_TP2 (tensor parallel over two ranks, FSDP over the
-others), compile (the model, and torchtitan's loss of logits), graphs (CUDA graphs, torchtitan's
-default; the head has no time of its own), checkpoint (of whole layers, where torchtitan's default
-keeps half of the GEMMs).
+--ways names other ways to train: FSDP (the parameters sharded over all GPUs, each with rows of its own, in the place
+of tensor parallelism), FSDP_TP2 (tensor parallel over two ranks, FSDP over the others), compile (the model, and
+torchtitan's loss of logits), graphs (CUDA graphs, torchtitan's default; the head has no time of its own), checkpoint
+(of whole layers, where torchtitan's default keeps half of the GEMMs).
 """
 
 import dataclasses

@@ -1,8 +1,6 @@
-"""Transformers' Trainer on one GPU, or tensor parallel by the model's own plan, with its own loss
-and with `fuse_head`.
+"""Transformers' Trainer on one GPU, or tensor parallel by the model's own plan, with its own loss and with `fuse_head`.
 
-torchrun --standalone --nproc-per-node 2 scripts/hosts_gpu/transformers_trainer.py --json
-transformers.json
+torchrun --standalone --nproc-per-node 2 scripts/hosts_gpu/transformers_trainer.py --json transformers.json
 """
 
 import llama

@@ -1,14 +1,13 @@
-"""Ranks that may die: each does what it is told, one job at a time, and reports what became of it
-and when.
+"""Ranks that may die: each does what it is told, one job at a time, and reports what became of it and when.
 
     with Ranks(2) as ranks:
-        ranks.start(0, function, *args)   # function(group, device, *args) on rank 0; returns at
-        once ranks.kill(1)
+        ranks.start(0, function, *args)   # function(group, device, *args) on rank 0; returns at once
+        ranks.kill(1)
         ranks.result(0)                   # an Outcome, also if the process died
 
-Unlike those of `ranks.on_ranks` these processes serve one test and have a short timeout. Leaving
-the block kills whichever is left, by its id, and fails if any is still there then, be it as a
-zombie. gloo and CPU tensors, also on machines with GPUs, or NCCL.
+Unlike those of `ranks.on_ranks` these processes serve one test and have a short timeout. Leaving the block kills
+whichever is left, by its id, and fails if any is still there then, be it as a zombie. gloo and CPU tensors, also on
+machines with GPUs, or NCCL.
 """
 
 import importlib

@@ -1,11 +1,9 @@
-"""Run a function on several ranks: persistent worker processes, gloo over a file store (NCCL where
-there are GPUs).
+"""Run a function on several ranks: persistent worker processes, gloo over a file store (NCCL where there are GPUs).
 
-    results = on_ranks(4, function, *args)      # function(group, device, *args) on every rank, in
-    rank order
+    results = on_ranks(4, function, *args)      # function(group, device, *args) on every rank, in rank order
 
-A worker that raises reports its exception (`Failure`); one that does not answer in time is killed
-with its pool, so nothing hangs and the next call starts afresh.
+A worker that raises reports its exception (`Failure`); one that does not answer in time is killed with its pool, so
+nothing hangs and the next call starts afresh.
 """
 
 import atexit

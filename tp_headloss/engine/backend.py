@@ -3,33 +3,45 @@
 A backend is a module, chosen by device or asked for by name, never as a silent replacement of
 another:
 
-    label_logits(out, request)                           logits -> the labels' z [N], 0 where they
-    are not here local_statistics(packets, request, memory=None)      logits -> this rank's packets
-    [chunks, rows, N] merge_packets(packets, request, memory=None)         packets of all ranks ->
-    [merged rows, values, *flags] second_statistics(packets, request, merged)          logits ->
-    packets of the second exchange merge_second(packets, outputs, layout)               those of all
-    ranks -> last rows of merged rows and values logits_gradient(out, request, merged, grads)
-    upstream gradients by name -> d loss / d logits, in `out`;
-                                                         of "triton" also those of a reduced loss,
-                                                         see `passes`
-    entries(ids, log_probs, factors, factor, renormalize, vocab_size)  a top-K teacher's entries,
-    distinct and ascending known_sets(ids, spans, vocab_size, most=None)        the ids of all sets
-    as the backend takes them, and their bounds scale(out, x, factor, add=False)
-    out (+)= x * factor, a scalar tensor shares_memory(logits)
-    whether packets may meet in symmetric memory (`memory`)
+    label_logits(out, request)
+        logits -> the labels' z [N], 0 where they are not here
+    local_statistics(packets, request, memory=None)
+        logits -> this rank's packets [chunks, rows, N]
+    merge_packets(packets, request, memory=None)
+        packets of all ranks -> [merged rows, values, *flags]
+    second_statistics(packets, request, merged)
+        logits -> packets of the second exchange
+    merge_second(packets, outputs, layout)
+        those of all ranks -> last rows of merged rows and values
+    logits_gradient(out, request, merged, grads)
+        upstream gradients by name -> d loss / d logits, in `out`; of "triton" also those of a
+        reduced loss, see `passes`
+    entries(ids, log_probs, factors, factor, renormalize, vocab_size)
+        a top-K teacher's entries, distinct and ascending
+    known_sets(ids, spans, vocab_size, most=None)
+        the ids of all sets as the backend takes them, and their bounds
+    scale(out, x, factor, add=False)
+        out (+)= x * factor, a scalar tensor
+    shares_memory(logits)
+        whether packets may meet in symmetric memory (`memory`)
 
 "triton" alone has what follows; elsewhere reduced losses are plain torch (see
 `head_loss.reduction`):
 
-    token_sums(values, valid, reduction)                 a loss [] and sums over tokens in one
-    kernel, and token_sums_gradient(upstream, values, valid, ..)     the gradients of the values
-    PreparedLaunches(request, reduction, inplace)        the way `Prepared` of calls of this kind
-    LateGradient(request, plan, has_slopes, weight)      completes a gradient that one read may have
-    written gradient_for(gradient, upstream)                     multiplies one that it has written
-    over the logits linear_statistics(packets, hidden, weight, request, rounded, budget)  packets of
-    logits hidden @ weight^T that are linear_gradient(out, hidden, weight, request, merged, grads,
-    rounded)  never stored, and their gradient; where
-                                                         `linear_head.epilogue` finds no obstacle
+    token_sums(values, valid, reduction)
+        a loss [] and sums over tokens in one kernel
+    token_sums_gradient(upstream, values, valid, ..)
+        the gradients of the values
+    PreparedLaunches(request, reduction, inplace)
+        the way `Prepared` of calls of this kind
+    LateGradient(request, plan, has_slopes, weight)
+        completes a gradient that one read may have written
+    gradient_for(gradient, upstream)
+        multiplies one that it has written over the logits
+    linear_statistics(packets, hidden, weight, request, rounded, budget)
+    linear_gradient(out, hidden, weight, request, merged, grads, rounded)
+        packets of logits hidden @ weight^T that are never stored, and their gradient; where
+        `linear_head.epilogue` finds no obstacle
 
 Importing the package needs neither CUDA nor Triton: a backend is imported on first use. Without
 CUDA, "triton" runs in Triton's interpreter (TRITON_INTERPRET=1), for debugging: it truncates to

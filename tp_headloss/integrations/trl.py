@@ -51,30 +51,25 @@ def fuse_log_probs(
     shard: VocabShard | None = None,
     transform: Transform | None = None,
 ) -> FusedLogProbs:
-    """Install TRL's ``add_fused_lm_head`` for an output layer whose weight stays sharded:
-    ``model(..., labels=labels, fused_lm_head=True)`` gives TRL's FusedCausalLMOutput from hidden
-    states [B, S, H] and weight [V/P, H].
+    """Install TRL's ``add_fused_lm_head`` for an output layer whose weight stays sharded: ``model(..., labels=labels,
+    fused_lm_head=True)`` gives TRL's FusedCausalLMOutput from hidden states [B, S, H] and weight [V/P, H].
 
         trainer = GRPOTrainer(model, ...)  # installs TRL's own
-        fused = fuse_log_probs(trainer.model)  # replaces it, with its settings; .remove() puts it
-        back
+        fused = fuse_log_probs(trainer.model)  # replaces it, with its settings; .remove() puts it back
 
-    Fields are [B, S - 1], or [B, S] with ``shift_labels``, replicated, and 0 where the label is
-    -100. log_probs and entropy are differentiable, the others are not. dH, the gradient of the
-    hidden states, is summed over the group here (one all-reduce), because the model's body expects
-    a whole gradient. Without ``fused_lm_head=True`` the forward is the model's own, so that
-    generate() works. All ranks of the group install together.
+    Fields are [B, S - 1], or [B, S] with ``shift_labels``, replicated, and 0 where the label is -100. log_probs and
+    entropy are differentiable, the others are not. dH, the gradient of the hidden states, is summed over the group here
+    (one all-reduce), because the model's body expects a whole gradient. Without ``fused_lm_head=True``
+    the forward is the model's own, so that generate() works. All ranks of the group install together.
 
     Args:
-        temperature, cast_lm_head_to_fp32, outputs: TRL's settings; None takes those of TRL's head
-            on this model, or without one TRL's defaults (1.0, False, ("log_probs",)).
-            cast_lm_head_to_fp32 copies rows of another dtype.
+        temperature, cast_lm_head_to_fp32, outputs: TRL's settings; None takes those of TRL's head on this model, or
+            without one TRL's defaults (1.0, False, ("log_probs",)). cast_lm_head_to_fp32 copies rows of another dtype.
         linear, shard, transform: as in `transformers.fuse_head`, with the same check of the model.
 
     Raises:
-        TypeError, ValueError: as in `transformers.fuse_head`; an output that TRL's head does not
-            have; an auxiliary loss of a router. In a call without labels: logits of this rank's
-            columns (`transformers.colwise_plan`).
+        TypeError, ValueError: as in `transformers.fuse_head`; an output that TRL's head does not have; an auxiliary
+            loss of a router. In a call without labels: logits of this rank's columns (`transformers.colwise_plan`).
     """
     output_layer(model)
     trl_forward, settings = _trl_forward_and_settings(model)

@@ -1,13 +1,12 @@
-"""Log-probs of given ids, K for each token: for scoring, for teachers on disk, for speculative
-decoding.
+"""Log-probs of given ids, K for each token: for scoring, for teachers on disk, for speculative decoding.
 
 | statistic    | packet rows, one for each id  | value               | d/dz_j, g upstream           |
 |--------------|-------------------------------|---------------------|------------------------------|
 | log_probs_at | z in its chunk, 0 in others   | log p_k = z_k - lse | sum_k g_k ([j = id_k] - p_j) |
 
-They are the last rows of a packet and have no names: as many as there are ids. A number and zeros
-have the same sum in any order. A negative id is none: 0, and no gradient. An id at or beyond the
-vocabulary makes its value NaN, and the gradient of its token, if there is an upstream one.
+They are the last rows of a packet and have no names: as many as there are ids. A number and zeros have the same sum in
+any order. A negative id is none: 0, and no gradient. An id at or beyond the vocabulary makes its value NaN, and the
+gradient of its token, if there is an upstream one.
 """
 
 import torch

@@ -1,5 +1,4 @@
-"""The label's rank in the vocabulary. The label's logit is known before the logits stream by, see
-`needs_label_logits`.
+"""The label's rank in the vocabulary. The label's logit is known before the logits stream by, see `needs_label_logits`.
 
 | statistic | packet row                                              | merge | value                               |
 |-----------|---------------------------------------------------------|-------|-------------------------------------|

@@ -1,9 +1,7 @@
-"""Statistics of the student over a set of ids per token (`IdSets`), such as those that a sampler
-kept.
+"""Statistics of the student over a set of ids per token (`IdSets`), such as those that a sampler kept.
 
-s = softmax of z over the set, M its largest z. The label's column y stays out of the sums and is
-joined at the end, as in `softmax`. A set that is empty or lacks the token's label makes its token's
-statistics here NaN.
+s = softmax of z over the set, M its largest z. The label's column y stays out of the sums and is joined at the end, as
+in `softmax`. A set that is empty or lacks the token's label makes its token's statistics here NaN.
 
 | statistic    | packet rows, over the chunk's members but y | value                   | d/dz_k in the set  |
 |--------------|---------------------------------------------|-------------------------|--------------------|

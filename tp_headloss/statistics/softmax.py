@@ -6,9 +6,8 @@
 | log_prob     | target = z_y, owner = 1 in the chunk that has y | sum (one owner, or NaN)  | [j = y] - p_j |
 | target_logit | target                                         | sum                      | [j = y]       |
 
-With u = sum over j != y of exp(z_j - M): log p_y = -log1p(u) where y is the maximum, and p_y - 1 =
--u / S. Compared with a teacher, the student has another temperature: z' = scale z, and student_sum
-= sum exp(z' - scale max).
+With u = sum over j != y of exp(z_j - M): log p_y = -log1p(u) where y is the maximum, and p_y - 1 = -u / S. Compared
+with a teacher, the student has another temperature: z' = scale z, and student_sum = sum exp(z' - scale max).
 """
 
 from typing import NamedTuple

@@ -1,8 +1,6 @@
-"""forward_kl, reverse_kl and teacher_entropy: the student compared with a teacher's logits t
-(`Teacher`).
+"""forward_kl, reverse_kl and teacher_entropy: the student compared with a teacher's logits t (`Teacher`).
 
-u = t / the teacher's temperature, q = softmax(u); the student at its own temperature there: z' =
-scale z, p' = softmax.
+u = t / the teacher's temperature, q = softmax(u); the student at its own temperature there: z' = scale z, p' = softmax.
 
 | statistic       | packet rows                                         | merge         | d/dz'_j                  |
 |-----------------|-----------------------------------------------------|---------------|--------------------------|
@@ -12,8 +10,7 @@ scale z, p' = softmax.
 |                 | teacher_target = u_y                                | sum           | (mean = sum p' (z' - u)) |
 | teacher_entropy | teacher_moment = sum exp(u - max)(u - max)          | like moment   | none                     |
 
-forward_kl = KL(q || p'), reverse_kl = KL(p' || q), 0 log 0 = 0: a column without probability adds
-nothing.
+forward_kl = KL(q || p'), reverse_kl = KL(p' || q), 0 log 0 = 0: a column without probability adds nothing.
 """
 
 import torch

@@ -1,8 +1,7 @@
-"""Statistics of a teacher of K entries per token (`TopKTeacher`), whose probabilities are tau_k and
-sum to W.
+"""Statistics of a teacher of K entries per token (`TopKTeacher`), whose probabilities are tau_k and sum to W.
 
-s = softmax of z' over the entries, r = softmax of z' over all else (the tail), P and R the
-student's probability of either; y_k = scale (z_k - topk_max):
+s = softmax of z' over the entries, r = softmax of z' over all else (the tail), P and R the student's probability of
+either; y_k = scale (z_k - topk_max):
 
 | statistic        | packet rows, over the chunk's entries       | value                  | d/dz'_k; elsewhere       |
 |------------------|---------------------------------------------|------------------------|--------------------------|

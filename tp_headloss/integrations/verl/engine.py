@@ -1,15 +1,12 @@
-"""verl's Megatron engine with this package's head: `install` registers it in the place of verl's
-own.
+"""verl's Megatron engine with this package's head: `install` registers it in the place of verl's own.
 
-    with install():                      # or, for the whole process, the line of verl's
-    configuration
+    with install():                      # or, for the whole process, the line of verl's configuration
         engine = EngineRegistry.new("language_model", "megatron", ...)
 
-The engine's method that makes log-probs, entropies, sum_pi_squared and top-K distillation from
-logits is replaced. With verl's ``use_fused_kernels`` the same results come from hidden states, and
-logits never exist as a whole. That goes through verl's general forward, so it takes what verl's own
-fused forward refuses: temperatures per sample, sum_pi_squared, top-K distillation, and batches with
-padding. Multi-token prediction turns it off, with verl's warning.
+The engine's method that makes log-probs, entropies, sum_pi_squared and top-K distillation from logits is replaced. With
+verl's ``use_fused_kernels`` the same results come from hidden states, and logits never exist as a whole. That goes
+through verl's general forward, so it takes what verl's own fused forward refuses: temperatures per sample,
+sum_pi_squared, top-K distillation, and batches with padding. Multi-token prediction turns it off, with verl's warning.
 """
 
 from __future__ import annotations
