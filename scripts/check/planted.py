@@ -7,6 +7,7 @@ ones no longer fit the package, and what to write instead.
 
 GROUPS = {
     "test_prepared test_reduction": [
+        ("engine/ways/__init__.py", "chosen", "ways[-1].is_ready(case.request)", "True"),
         ("engine/passes.py", "statistics", "request.layout.second", "False"),
         ("engine/sums_triton.py", "sums_kernel", "tl.fma(value, weight, totals[i])", "value + totals[i]"),
         ("engine/sums_triton.py", "sums_kernel", "range(0, n, BLOCK)", "range(0, 1, BLOCK)"),
@@ -31,6 +32,7 @@ GROUPS = {
         ("engine/one_read/rows.py", "_source", "kinds[result] != FLOAT", "False"),
     ],
     "test_row_function": [
+        ("engine/one_read/rows.py", "_plain_torch", "torch.autograd.graph.saved_tensors_hooks(_same, _same)", "contextlib.nullcontext()"),
         ("engine/one_read/rows.py", "row_function", "term.pointwise or isinstance(term.function, StatisticValue)", "True"),
         ("engine/one_read/rows.py", "row_function", "weight * value", "value"),
         ("engine/one_read/rows.py", "_source", "results[n_terms:]", "results[:n_terms]"),
@@ -354,6 +356,7 @@ GROUPS = {
         ("engine/autograd.py", "FromShards.backward", "ToShards.apply(grad, *ctx.reduction)", "grad"),
     ],
     "test_checkpoints": [
+        ("modules/saved_rows.py", "_why_not_here", "place == list(written_at)", "True"),
         ("modules/saved_rows.py", "why_not_own", "is_own", "True"),
         ("modules/saved_rows.py", "why_not_own", "place is None or place == _place(given.device_mesh)", "True"),
         ("modules/saved_rows.py", "are_own", "(shard.start, shard.stop)", "tuple(metadata[HELD][:2])"),
@@ -549,6 +552,8 @@ GROUPS = {
         ("spec/checked.py", "_checking.call", "args, kwargs = (), given", "pass"),
     ],
     "test_clip_grad_norm": [
+        ("modules/vocab_rows.py", "VocabRows.mark_sharded", "('weight', 'bias')", "self._parameters"),
+        ("modules/layers.py", "VocabParallelHead._transform_at", "self.mark_sharded()", "None"),
         ("modules/clipping.py", "clip_grad_norm_", "found is None", "p.grad is not None"),
         ("modules/clipping.py", "_norm_over_groups", "torch.linalg.vector_norm(of_ranks, norm_type)", "total"),
         ("modules/clipping.py", "_norm_over_groups", "total = gather_from_ranks(total, resolve_process_group(name))[0]", "pass"),
@@ -636,6 +641,7 @@ GROUPS = {
         ("engine/eager.py", "_checked", "found.shape not in shapes", "False"),
     ],
     "test_registration": [
+        ("call/agreement.py", "families_wanted", "isinstance(x, PLAIN_TYPES)", "False"),
         ("statistics/__init__.py", "families_with", "sorted([*FAMILIES[len(BUILT_IN):], family], key=lambda known: sorted(known.statistics))", "[*FAMILIES[len(BUILT_IN):], family]"),
         ("statistics/__init__.py", "_in_order", "sorted(rows)", "rows"),
         ("statistics/__init__.py", "names_without_sums", "not family.adds_up", "False"),

@@ -320,3 +320,19 @@ def swapped(group, device):
 def test_parameters_that_torch_swaps_stay_sharded():
     (expected,) = on_ranks(1, swapped)
     assert on_ranks(2, swapped) == [pytest.approx(expected)] * 2
+
+
+def used_without_its_forward(group, device):
+    """A head that was made on meta, and whose weight another forward reads."""
+    shard = VocabShard.from_group(group, 16)
+    head = VocabParallelHead(8, shard, init=Init(1.0, seed=1), device="meta").to_empty(
+        device=device
+    )
+    head.reset_parameters()
+    head.weight.square().sum().backward()
+    return float(clip_grad_norm_(head.parameters(), 1e9))
+
+
+def test_a_weight_that_was_made_anew_is_sharded_before_any_forward():
+    (expected,) = on_ranks(1, used_without_its_forward)
+    assert on_ranks(2, used_without_its_forward) == [pytest.approx(expected)] * 2

@@ -192,9 +192,8 @@ def row_function(terms, vocab_size: int = 0) -> RowFunction | None:
 
 @contextlib.contextmanager
 def _plain_torch():
-    """Enter a block in which a caller's default device and hooks of saved tensors mean nothing."""
+    """Enter a block in which a caller's autocast and hooks of saved tensors mean nothing."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.device("cpu"))
         stack.enter_context(torch.autocast("cpu", enabled=False))
         # where they are not enabled, there are none
         if torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
