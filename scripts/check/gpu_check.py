@@ -172,7 +172,7 @@ def facts() -> dict[str, str]:
     )
     sources = hashlib.sha256()
     for path in sorted((ROOT / "tp_headloss").rglob("*")):
-        if path.suffix in (".py", ".cu"):
+        if path.suffix in (".py", ".cu", ".cuh"):
             sources.update(path.read_bytes())
     return {
         "date": datetime.date.today().isoformat(),
@@ -182,7 +182,7 @@ def facts() -> dict[str, str]:
         ].split("\n")[0],
         "versions": f"torch {torch.__version__}, triton {triton.__version__}, Python {platform.python_version()}, NCCL "
         + ".".join(map(str, torch.cuda.nccl.version())),
-        "SHA-256 of *.py and *.cu in tp_headloss, sorted": sources.hexdigest()[:16],
+        "SHA-256 of *.py, *.cu and *.cuh in tp_headloss, sorted": sources.hexdigest()[:16],
     }
 
 

@@ -12,7 +12,7 @@ import torch
 import tp_headloss as hl
 from tp_headloss.engine import passes
 from tp_headloss.engine.one_read.late_gradient_triton import LateGradient
-from tp_headloss.engine.one_read.launch import TERMS
+from tp_headloss.engine.one_read.params import TERMS
 from tp_headloss.engine.reductions import StatisticValue
 from tp_headloss.head_loss.reduction import fused_reduction
 

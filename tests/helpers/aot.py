@@ -36,7 +36,7 @@ import tp_headloss as hl
 from tp_headloss.call import request_of as calls
 from tp_headloss.engine import launch, linear_triton, sums_triton
 from tp_headloss.engine.one_read.late_gradient_triton import LateGradient
-from tp_headloss.engine.one_read.launch import TERMS as TERMS_OF_ONE_READ
+from tp_headloss.engine.one_read.params import TERMS as TERMS_OF_ONE_READ
 from tp_headloss.engine.transports import TRANSPORTS
 from tp_headloss.engine.transports.symmetric_memory import SymmetricMemory
 from tp_headloss.head_loss.reduction import fused_reduction

@@ -1,9 +1,15 @@
 """A model of the protocol of `one_read.cu`: roles as coroutines over what programs and ranks share,
-in any order."""
+in any order. It asserts invariants by the numbers that they have in `roles.cuh`."""
 
+import math
 from collections import namedtuple
 
 Piece = namedtuple("Piece", "row piece")
+
+
+def keep(invariant, holds):
+    """Raise AssertionError if an invariant does not hold."""
+    assert holds, f"{invariant} of roles.cuh does not hold"
 
 
 class Rank:
@@ -26,13 +32,14 @@ def program(ranks, me, n_rows, pieces, slots, n_programs, value):
         # load, sum, post
         if len(ring) < slots and own.claimed is not None and own.claimed < n_rows * pieces:
             row, piece = divmod(own.claimed, pieces)
+            keep("I2", not ring or ring[-1] < Piece(row, piece))
             own.claimed += 1
             yield True  # a peer's program may come between any two of these steps
+            place = first + row * n_packets + me * pieces + piece
             for rank in ranks:
-                rank.packets[first + row * n_packets + me * pieces + piece] = (
-                    tag,
-                    value(me, row, piece),
-                )
+                # whoever gave up waiting may overwrite what a peer has not read
+                keep("I8", own.failed or rank.launches >= tag - 2)
+                rank.packets[place] = tag, value(me, row, piece)
                 yield True
             ring.append(Piece(row, piece))
         elif not ring:
@@ -41,13 +48,16 @@ def program(ranks, me, n_rows, pieces, slots, n_programs, value):
             found = own.packets[first + item.row * n_packets :][:n_packets]
             if own.failed or all(packet is not None and packet[0] == tag for packet in found):
                 total = float("nan") if own.failed else sum(packet[1] for packet in found)
+                keep("I15", own.failed == math.isnan(total))
                 own.results[tag, item.row, item.piece] = total
                 ring.remove(item)
                 yield True
             else:
                 yield False
+    keep("I1", own.launches + 1 == tag)
     own.done += 1
     if own.done == n_programs:  # the last program prepares the next launch
+        keep("I14", sum(key[0] == tag for key in own.results) == n_rows * pieces)
         own.done, own.claimed, own.launches = 0, 0, tag
 
 
@@ -88,19 +98,21 @@ def run(
 
 
 def take_turns(order, slots, teams, post, merge, n_items, waits_for_the_team_before=True):
-    """Sum, post and merge warps take a program's items in turns -> role and item where one saw
-    another item, or None.
+    """Sum, post and merge warps take a program's items in turns. Raise AssertionError where one
+    takes a barrier's phase for another, so that an invariant does not hold.
 
     Items are there in any order, and some, as those of ignored rows, are summed at once; order:
     random.Random
     """
     # barriers: phases that have ended, of which one sees the parity
     full, stat, free = ([0] * slots for _ in range(3))
-    held, seen, wrong = [None] * slots, set(), []
+    held = [None] * slots
+    summed_items, posted_items, merged_items = [], set(), set()
 
     def load():
         for n in range(n_items):
             yield from until(free, n, of_last_lap=True)
+            keep("I11", n < slots or n - slots in merged_items)
             held[n % slots] = n
             tasks.append(copy(n))
             yield
@@ -114,11 +126,10 @@ def take_turns(order, slots, teams, post, merge, n_items, waits_for_the_team_bef
         while barriers[n % slots] % 2 == (n // slots + of_last_lap) % 2:
             yield
 
-    def role(name, me, number, barriers, act):
+    def role(me, number, barriers, act):
         for n in range(me, n_items, number):
             yield from until(barriers, n)
-            if held[n % slots] != n:
-                wrong.append((name, n))
+            keep("I3", held[n % slots] == n)
             yield from act(n)
 
     def summed(n):
@@ -126,31 +137,32 @@ def take_turns(order, slots, teams, post, merge, n_items, waits_for_the_team_bef
             yield
         if waits_for_the_team_before and n:
             yield from until(stat, n - 1)
+            keep("I6", summed_items[-1] == n - 1)
+        summed_items.append(n)
         stat[n % slots] += 1
 
     def posted(n):
+        keep("I5", n in summed_items)
         yield
-        seen.add(n)
+        keep("I7", held[n % slots] == n)
+        posted_items.add(n)
 
     def merged(n):
-        while n not in seen:
+        while n not in posted_items:
             yield
         yield from until(stat, n)
+        keep("I9", n in summed_items)
+        merged_items.add(n)
         free[n % slots] += 1
 
-    roles = (
-        ("sum", teams, full, summed),
-        ("post", post, stat, posted),
-        ("merge", merge, full, merged),
-    )
+    roles = (teams, full, summed), (post, stat, posted), (merge, full, merged)
     tasks = [
         load(),
-        *(role(name, me, *others) for name, *others in roles for me in range(others[0])),
+        *(role(me, *others) for others in roles for me in range(others[0])),
     ]
-    while tasks and not wrong:
+    while tasks:
         task = order.choice(tasks)
         for _ in range(order.randrange(1, 20)):
             if next(task, tasks) is tasks:
                 tasks.remove(task)
                 break
-    return wrong[0] if wrong else None

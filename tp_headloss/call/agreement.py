@@ -68,8 +68,9 @@ class Agreement:
         # one rank, also that of a group of its own, has nobody to compare with
         compares = self.validate != "metadata" and getattr(shard, "world_size", 1) > 1
         self.group = getattr(shard, "group", None) if compares else None
-        self.facts, self.is_checked = {}, options is not None and options.check
-        # maybe
+        self.facts: dict[str, Any] = {}
+        self.is_checked = options is not None and options.check
+        # the shard may be forgotten, or the whole vocabulary be meant
         self.forgotten = shard is None and not torch.compiler.is_compiling() and job_size() > 1
         self.of_job: list[Any] = []  # labels and logits, for ranks that compare without a shard
 

@@ -47,7 +47,8 @@ def uncompiled_where_needed(function: Callable[P, R]) -> Callable[P, R]:
     uncompiled: list[Any] = [disabled_for_compile(function, reason) for reason in reasons]
 
     described: Any = function
-    plain, names = described.__wrapped__, described.names
+    plain = described.__wrapped__
+    names = described.names
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -5,7 +5,7 @@ import torch
 from ..validation import refuse_batches
 from . import operators
 from .backend import load_backend
-from .one_read.launch import TERMS
+from .one_read.params import TERMS
 from .passes import kernel_gradients
 from .request import Request, Tensors, accumulation_dtype, without_gaps
 from .ways.way import ONCE

@@ -347,7 +347,8 @@ def multi_token_targets(
         share = share + 0 * documents.count  # NaN for bounds out of order
         places = torch.arange(labels.numel(), device=labels.device).view(labels.shape)
         document_ids = torch.searchsorted(cu_seqlens.long(), places, right=True)
-    depth_rows, length = [labels], labels.shape[-1]
+    depth_rows = [labels]
+    length = labels.shape[-1]
     # the label is one of the position's own document
     within = torch.ones_like(labels, dtype=torch.bool)
     for depth in range(1, depths + 1):

@@ -205,7 +205,8 @@ def _describe_rows(module, state, prefix, metadata):
     if module.shard.world_size == 1:
         return
     for name in ("weight", "bias"):
-        x, own = state.get(prefix + name), getattr(module, name)
+        x = state.get(prefix + name)
+        own = getattr(module, name)
         if x is not None and not is_dtensor(x) and x is not own:  # keep_vars wants the parameter
             state[prefix + name] = _as_dtensor(x, module.shard)
             if own.requires_grad:

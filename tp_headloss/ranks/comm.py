@@ -118,7 +118,8 @@ def texts_of_job(text: str, seconds: float) -> list[str] | None:
 
     None if a rank does not come in time; it is waited for once, and no rank of the job waits again.
     """
-    store, rank = _default_store(), dist.get_rank()
+    store = _default_store()
+    rank = dist.get_rank()
     call = store.add(f"tp_headloss/calls of rank {rank}", 1)
     keys = [f"tp_headloss/call {call} of rank {r}" for r in range(dist.get_world_size())]
     store.set(keys[rank], text)

@@ -6,12 +6,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
 
-RANKS, THREADS = 8, 1024  # as in the kernel: ranks, at most, and threads of a program
+from .params import RANKS, THREADS, agreement
+
+FOLDER = Path(__file__).parent
 SHARED = 224 * 1024  # bytes of shared memory for all slots
 FORECASTS = 1024
 ARGUMENTS = ctypes.c_void_p * 1
@@ -132,14 +134,29 @@ class Kernel:
 
 
 def compiled(library, architecture: str, rows: str | None, *flags: str) -> ctypes.Array:
-    """The kernel's cubin. library: with NVRTC; rows: source of a `row_function` or None; flags: of
-    the kernel."""
-    source = (rows or "").encode() + (Path(__file__).parent / "one_read.cu").read_bytes()
+    """Compile the kernel and return its cubin.
+
+    Args:
+        library: NVRTC.
+        architecture: as "sm_90".
+        rows: source of a `row_function`, or None.
+        flags: of the kernel, see `one_read.cu`.
+    """
+    kernel = (FOLDER / "one_read.cu").read_text()
+    source = (rows or "") + kernel + agreement()
+    headers = {path.name: path.read_bytes() for path in FOLDER.glob("*.cuh")}
+    given = f"--gpu-architecture={architecture}", "--std=c++20", *(f"-D{flag}" for flag in flags)
+
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
-    given = f"--gpu-architecture={architecture}", "--std=c++17", *(f"-D{flag}" for flag in flags)
-    options = (ctypes.c_char_p * len(given))(*map(str.encode, given))
-    library.nvrtcCreateProgram(ctypes.byref(program), source, b"one_read.cu", 0, None, None)
-    if library.nvrtcCompileProgram(program, len(options), options):
+    library.nvrtcCreateProgram(
+        ctypes.byref(program),
+        source.encode(),
+        b"one_read.cu",
+        len(headers),
+        _strings(headers.values()),
+        _strings(map(str.encode, headers)),
+    )
+    if library.nvrtcCompileProgram(program, len(given), _strings(map(str.encode, given))):
         library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
         text = ctypes.create_string_buffer(size.value)
         library.nvrtcGetProgramLog(program, text)
@@ -151,6 +168,12 @@ def compiled(library, architecture: str, rows: str | None, *flags: str) -> ctype
     library.nvrtcGetCUBIN(program, image)
     library.nvrtcDestroyProgram(ctypes.byref(program))
     return image
+
+
+def _strings(values: Iterable[bytes]) -> ctypes.Array:
+    """An array of C strings."""
+    strings = list(values)
+    return (ctypes.c_char_p * len(strings))(*strings)
 
 
 @functools.cache

@@ -6,7 +6,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-import struct
 from typing import Any, NamedTuple
 
 import torch
@@ -16,27 +15,14 @@ from ..backend import load_backend
 from ..reductions import FusedReduction
 from ..request import Facts, Request, place_of
 from ..transports.symmetric_memory import find_symmetric_memory
-from .kernel import RANKS, SHARED, Memory, kernel_of, launch_in_turn
+from .kernel import SHARED, Memory, kernel_of, launch_in_turn
+from .params import ADDRESSES, GIVENS, OUTPUTS, SLOTS, TERMS, VALUES, Cuts, Params
 
-TERMS = "lse", "log_prob", "entropy", "total"  # statistics of such a loss
 # columns of a vector; vectors of a leaf, at most; packets of a row, at most
 COLUMNS, LEAF, PACKETS = 8, 320, 32
-# as in the kernel: slots, values that are summed, inputs of a row function, at most
-SLOTS, VALUES, GIVENS = 10, 6, 8
 LARGEST = 40_960  # bytes of an item
 
 _log = logging.getLogger("tp_headloss")
-
-
-class Cuts(NamedTuple):
-    """How rows are cut into leaves and items; the leaves depend on the vocabulary alone."""
-
-    chunk: int  # vectors of a chunk
-    cuts: int  # log2 of its leaves
-    leaves: int  # of an item, a power of 2
-    pieces: int  # items of a row
-    slots: int
-    slot_bytes: int
 
 
 @functools.lru_cache(maxsize=256)
@@ -73,67 +59,6 @@ def _whole(logits: torch.Tensor, columns: int) -> torch.Tensor:
     copy = logits.new_zeros((n_rows, -(-width // COLUMNS) * COLUMNS))
     copy[:, :width] = logits[:, :width]
     return copy
-
-
-# of the kernel's argument, see there: addresses of one number or of one per token; then of `VALUES`
-# values, of `GIVENS` inputs, and the memory's; those of each call, those of what is allocated for
-# it, by its place there
-# there
-CALLS = "logits", "gradient", "labels", "weight", "upstream", "forecast", "denominator"
-OUTPUTS = (
-    "loss",
-    "sums",
-    "inverse",
-    "lse",
-    "log_prob",
-    "target_logit",
-    "owners",
-    "valid",
-    "entropy",
-    "mean",
-    "total",
-    "mass",
-    "argmax",
-    "hits",
-    "shift",
-    "sum",
-    "others",
-    "target",
-)
-N_ADDRESSES = len(CALLS) + len(OUTPUTS) + VALUES + 1 + GIVENS
-ADDRESSES = struct.Struct(f"{N_ADDRESSES}Q")  # a third of the time that ctypes takes for them
-
-
-class Params(ctypes.Structure):
-    """The kernel's argument, see there."""
-
-    _fields_ = [
-        ("addresses", ctypes.c_uint64 * N_ADDRESSES),
-        ("memory", ctypes.c_uint64 * (2 + RANKS)),
-        ("half", ctypes.c_int64),
-        ("timeout", ctypes.c_uint64),
-        ("rank", ctypes.c_int64),
-        ("start", ctypes.c_int64),
-        ("ignore_index", ctypes.c_int64),
-        ("number", ctypes.c_double),
-        *[(f"{name}_{kind}", ctypes.c_float) for name in TERMS for kind in ("factor", "square")],
-        ("coefficients", ctypes.c_float * VALUES),
-        *[
-            (name, ctypes.c_int)
-            for name in (
-                "n_values",
-                "squares",
-                "negatives",
-                "bools",
-                "rows",
-                "width",
-                "valid_width",
-                "wide_labels",
-                *Cuts._fields,
-                "ranks",
-            )
-        ],
-    ]
 
 
 # of a device: all of them, because graphs may hold the oldest; None where it has no kernel

@@ -21,18 +21,16 @@ import torch
 
 from ..backend import load_backend
 from ..one_read import launch as one_read_launch
-from ..one_read.kernel import RANKS
 from ..one_read.launch import (
     COLUMNS,
     PACKETS,
-    TERMS,
-    VALUES,
     Upstream,
     columns_of,
     cuts_of,
     is_whole,
     memory_of,
 )
+from ..one_read.params import RANKS, TERMS, VALUES
 from ..passes import Reduced
 from ..reductions import FusedReduction
 from ..request import Facts, Request, without_gaps

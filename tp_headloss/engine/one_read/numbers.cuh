@@ -1,0 +1,70 @@
+// Types, numbers and flags that every part of the kernel uses.
+#pragma once
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+#define DEVICE __device__ __forceinline__
+
+// What the kernel is compiled with: statistics that a call wants besides lse and log_prob, whether
+// a term of its loss is an entropy, and whether a `row_function` stands before the source.
+#ifdef ENTROPY
+constexpr bool WANTS_ENTROPY = true;
+#else
+constexpr bool WANTS_ENTROPY = false;
+#endif
+#ifdef ARGMAX
+constexpr bool WANTS_ARGMAX = true;
+#else
+constexpr bool WANTS_ARGMAX = false;
+#endif
+#ifdef TOTAL
+constexpr bool WANTS_TOTAL = true;
+#else
+constexpr bool WANTS_TOTAL = false;
+#endif
+#ifdef TERM
+constexpr bool HAS_ENTROPY_TERM = true;
+#else
+constexpr bool HAS_ENTROPY_TERM = false;
+#endif
+#ifdef ROWS
+constexpr bool HAS_ROWS = true;
+#else
+constexpr bool HAS_ROWS = false;
+// A row function's terms and inputs, and its result: values of the terms, and derivatives by lse,
+// log_prob, entropy and total. See `rows.py`.
+constexpr int TERMS = 0, GIVEN = 0;
+struct Row {
+  float value[1], by[4];
+};
+DEVICE Row row_function(const float*) { return {}; }
+#endif
+
+// Warps of each role, in the order of the roles; the two teams of sum warps take turns.
+constexpr int SUM = 8, TEAMS = 2, GRAD = 8, POST = 2, MERGE = 4;
+constexpr int FIRST_POST = 1, FIRST_MERGE = FIRST_POST + POST, FIRST_SUM = FIRST_MERGE + MERGE;
+constexpr int FIRST_GRAD = FIRST_SUM + TEAMS * SUM;
+constexpr int STORE = FIRST_GRAD + GRAD, WARPS = STORE + 1;
+// Warps that have nothing to do while the last gradients are written: post, merge and sum.
+constexpr int LAST = POST + MERGE + TEAMS * SUM;
+
+// At most: slots of the ring, ranks, sums over tokens, inputs of a row function.
+constexpr int SLOTS = 10, RANKS = 8, VALUES = 6, GIVENS = 8;
+// Loads that a thread has under way at once.
+constexpr int TOKENS_AT_ONCE = 6, VECTORS_AT_ONCE = 4;
+// 16-byte stores of a packet.
+constexpr int WORDS = WANTS_ENTROPY || WANTS_ARGMAX || WANTS_TOTAL ? 2 : 1;
+// Flags of a packet: its rank has the label; the token is ignored.
+constexpr u32 OWNER = 1, IGNORED = 2;
+// Bits of a launch's number that its packets carry.
+constexpr u32 TAG = 0x3fffffffu;
+
+constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
+// A logit below the maximum counts as at most this far below, so that 0 times that is 0.
+constexpr float LOWEST_DROP = -1e30f;
+constexpr u32 LOWEST = 0xff80ff80u;  // two logits of -inf
+constexpr int NO_INDEX = 0x7fffffff;
+#define INF __int_as_float(0x7f800000)
+#define NONE __int_as_float(0x7fc00000)  // NaN

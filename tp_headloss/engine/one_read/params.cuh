@@ -1,0 +1,83 @@
+// The kernel's argument, and what is read from it. `params.py` has the same fields for the caller.
+#pragma once
+#include "numbers.cuh"
+
+struct Params {
+  const u16* logits;    // [rows, width] bf16
+  u16* gradient;        // [rows, width] bf16 out, or the logits themselves
+  const void* labels;   // [rows] int64 or int32, see wide_labels
+  const float* weight;  // [rows] or null
+  // [] upstream gradient of the loss, a record of `kernel.Memory` that foresees it, or neither: 1.
+  const float* upstream;
+  const int* forecast;
+  const double* denominator;  // [] or null
+
+  float* loss;      // []
+  float* sums;      // [n_values + 1]
+  double* inverse;  // [2]: 1 / divisor; the upstream gradient that `gradient` is for, or NaN
+  float *lse, *log_prob, *target_logit, *owners;  // [rows] each
+  unsigned char* valid;                           // [rows]
+  float *entropy, *mean, *total, *mass;           // [rows] each, or null
+  i64* argmax;                                    // [rows] or null
+  unsigned char* hits;                            // [rows] or null
+  float *shift, *sum, *others, *target;           // [rows] each: merged rows
+  const void* values[VALUES];  // [rows] each: what is summed over tokens, fp32 or bool
+  float* found;                // [TERMS + 4, rows]: values and derivatives of a row function
+  const float* given[GIVENS];  // [rows] each: its inputs
+
+  u32* control;        // [4]: launches, programs that are done, items claimed, failure
+  u32* failed;         // the host's word for a failure
+  u64 packets[RANKS];  // [2, half] in the memory of every rank
+  i64 half;            // packets of a half
+  u64 timeout;         // ns
+  i64 rank, start;     // of this rank; the vocabulary's id of its first column
+  i64 ignore_index;
+  double number;  // the divisor of the loss; 0: the number of valid tokens, or their weights
+
+  // d loss / d statistic = factor + square * statistic
+  float lse_factor, lse_square;
+  float log_prob_factor, log_prob_square;
+  float entropy_factor, entropy_square;
+  float total_factor, total_square;
+  float coefficients[VALUES];  // of the values' sums in the loss
+
+  int n_values;
+  int squares, negatives, bools;  // bits: values that are squared, subtracted, bool
+  int rows, width, valid_width;   // width % 8 == 0
+  int wide_labels;
+  int chunk, cuts;     // of a chunk: vectors of 8 columns, and log2 of its leaves
+  int leaves, pieces;  // of an item; of a row
+  int slots, slot_bytes;
+  int ranks;
+};
+
+// A piece of a row that lies in a slot; row < 0: there are no more.
+struct Item {
+  int row, piece;
+  int vectors;  // of 8 columns
+  int valid;    // columns of the vocabulary
+  int target;   // the label's column or -1
+  bool ignored;
+};
+
+DEVICE i64 label_of(const Params& q, int row) {
+  return q.wide_labels ? ((const i64*)q.labels)[row] : ((const int*)q.labels)[row];
+}
+
+// The row's first vector of a leaf, where leaves are numbered over the row.
+DEVICE int begin_of_leaf(const Params& q, int leaf) {
+  return (leaf >> q.cuts) * q.chunk + (q.chunk * (leaf & ((1 << q.cuts) - 1)) >> q.cuts);
+}
+
+// The upstream gradient that this launch writes the gradient for, and whether it writes it at all.
+struct Upstream {
+  float value;
+  bool is_written;
+};
+DEVICE Upstream foreseen(const Params& q) {
+  if (q.upstream) return {*q.upstream, true};
+  if (!q.forecast) return {1.f, true};
+  const float value = __int_as_float(q.forecast[0] ^ 0x3f800000);
+  // not for infinity, which times a factor of 0 is NaN
+  return {value, q.forecast[1] >= q.forecast[2] && fabsf(value) < INF};
+}

@@ -1,0 +1,135 @@
+"""The kernel's argument, and the numbers that Python and CUDA must agree on.
+
+`Params` has the fields of the struct in `params.cuh`, in the same order. The source that
+`agreement` writes is compiled after the kernel's, and does not compile where the two differ.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from typing import Any, NamedTuple
+
+TERMS = "lse", "log_prob", "entropy", "total"  # statistics of a loss that one launch computes
+
+RANKS, THREADS = 8, 1024  # ranks, at most, and threads of a program
+SLOTS, VALUES, GIVENS = 10, 6, 8  # slots, values that are summed, inputs of a row function, at most
+
+
+class Cuts(NamedTuple):
+    """How rows are cut into leaves and items; the leaves depend on the vocabulary alone."""
+
+    chunk: int  # vectors of a chunk
+    cuts: int  # log2 of its leaves
+    leaves: int  # of an item, a power of 2
+    pieces: int  # items of a row
+    slots: int
+    slot_bytes: int
+
+
+# Addresses of tensors: those of each call, and those of what is allocated for it. After them stand
+# `VALUES` values that are summed, a row function's results, and its `GIVENS` inputs.
+CALLS = "logits", "gradient", "labels", "weight", "upstream", "forecast", "denominator"
+OUTPUTS = (
+    "loss",
+    "sums",
+    "inverse",
+    "lse",
+    "log_prob",
+    "target_logit",
+    "owners",
+    "valid",
+    "entropy",
+    "mean",
+    "total",
+    "mass",
+    "argmax",
+    "hits",
+    "shift",
+    "sum",
+    "others",
+    "target",
+)
+N_ADDRESSES = len(CALLS) + len(OUTPUTS) + VALUES + 1 + GIVENS
+ADDRESSES = struct.Struct(f"{N_ADDRESSES}Q")  # a third of the time that ctypes takes for them
+
+# Fields of the struct that are pointers -> how many there are of each.
+POINTERS = dict.fromkeys((*CALLS, *OUTPUTS), 1)
+POINTERS |= {"values": VALUES, "found": 1, "given": GIVENS, "control": 1, "failed": 1}
+
+# Fields after the addresses -> their types.
+NUMBERS: dict[str, Any] = {
+    "half": ctypes.c_int64,
+    "timeout": ctypes.c_uint64,
+    "rank": ctypes.c_int64,
+    "start": ctypes.c_int64,
+    "ignore_index": ctypes.c_int64,
+    "number": ctypes.c_double,
+    **{f"{name}_{kind}": ctypes.c_float for name in TERMS for kind in ("factor", "square")},
+    "coefficients": ctypes.c_float * VALUES,
+    "n_values": ctypes.c_int,
+    "squares": ctypes.c_int,
+    "negatives": ctypes.c_int,
+    "bools": ctypes.c_int,
+    "rows": ctypes.c_int,
+    "width": ctypes.c_int,
+    "valid_width": ctypes.c_int,
+    "wide_labels": ctypes.c_int,
+    **dict.fromkeys(Cuts._fields, ctypes.c_int),
+    "ranks": ctypes.c_int,
+}
+
+
+class Params(ctypes.Structure):
+    """The kernel's argument. `memory` holds the addresses of `control` and `failed` and those of
+    every rank's packets."""
+
+    _fields_ = [
+        ("addresses", ctypes.c_uint64 * N_ADDRESSES),
+        ("memory", ctypes.c_uint64 * (2 + RANKS)),
+        *NUMBERS.items(),
+    ]
+
+
+C_NAMES: dict[Any, str] = {
+    ctypes.c_int: "int",
+    ctypes.c_int64: "i64",
+    ctypes.c_uint64: "u64",
+    ctypes.c_float: "float",
+    ctypes.c_double: "double",
+    ctypes.c_float * VALUES: f"float[{VALUES}]",
+}
+
+
+TYPES = """
+template <class A, class B> constexpr bool SAME = false;
+template <class A> constexpr bool SAME<A, A> = true;
+template <class A> constexpr int POINTERS = 0;
+template <class A> constexpr int POINTERS<A*> = 1;
+template <class A, decltype(sizeof(0)) N> constexpr int POINTERS<A* [N]> = N;
+"""
+
+
+def agreement() -> str:
+    """C++20 that compiles only where the struct and the numbers in CUDA are those of this module.
+
+    NVRTC 13.0 has no offsetof. But fields of the same types in the same order lie at the same
+    offsets, and initializers that name fields in another order do not compile.
+    """
+    numbers = {
+        "SLOTS": SLOTS,
+        "RANKS": RANKS,
+        "VALUES": VALUES,
+        "GIVENS": GIVENS,
+        "WARPS * 32": THREADS,
+        "sizeof(Params)": ctypes.sizeof(Params),
+    }
+    lines = [f'static_assert({name} == {value}, "{name}");' for name, value in numbers.items()]
+    for name, count in POINTERS.items():
+        lines.append(f'static_assert(POINTERS<decltype(Params::{name})> == {count}, "{name}");')
+    types = {"packets": f"u64[{RANKS}]"} | {name: C_NAMES[kind] for name, kind in NUMBERS.items()}
+    for name, expected in types.items():
+        lines.append(f'static_assert(SAME<decltype(Params::{name}), {expected}>, "{name}");')
+    initializers = ", ".join(f".{name} = {{}}" for name in (*POINTERS, *types))
+    lines.append(f"constexpr Params ORDER{{{initializers}}};")
+    return TYPES + "\n".join(lines) + "\n"

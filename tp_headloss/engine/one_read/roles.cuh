@@ -1,0 +1,436 @@
+// The warps' roles, and what they share: who may write what, when, and what makes others see it.
+//
+// A program per multiprocessor stays and takes items, pieces of rows, in order. Each item lies in a
+// slot of a ring in shared memory, while the roles follow each other; a slot has five barriers:
+//   role   what it does                                                           what it ends
+//   load   claims the next item once a slot is free, and copies the logits in     full
+//   sum    maximum and sum of exponentials of leaves, the label left out          stat
+//   post   joins the nodes, looks for the argmax, sends a packet to every rank
+//   merge  waits for all packets of the row, joins them, stores statistics        ready
+//   grad   writes gradients over the logits                                       done
+//   store  copies them out                                                        free
+//
+// Invariants. The code names by its number what a barrier, a fence or a __syncwarp() keeps, and
+// `tests/helpers/one_read_model.py` asserts those that can be seen without a GPU.
+//   I1  Start. Barriers are initialised, and every thread has the launch's number, before any role
+//       begins.
+//   I2  Claims. A program claims items in order, one when a slot is free for it: an item that is
+//       waited for is claimed by a program that runs.
+//   I3  Items. Only load writes item[slot], from free to full. Others read it after full, or after
+//       a barrier that follows full.
+//   I4  Logits. A slot's bytes belong to the copy in from free to full; to the sum warps, each in
+//       its own leaf, from full to stat; to nobody who writes from stat to ready; to the grad
+//       warps, each in its own columns, from ready to done; to the copy out from done to free.
+//   I5  Nodes. The sum warps write node[slot] and logit[slot] before stat; post reads them after
+//       it.
+//   I6  Turns. Phases of stat end in the order of the items. A thread that waits knows a phase by
+//       its parity alone, and so is never two phases behind.
+//   I7  Packets. A packet is whole and needs no fence: each of its 16-byte stores carries the
+//       launch's number. All lanes of post have read what they need of the slot before it leaves,
+//       because the slot may hold another item soon after.
+//   I8  Halves. Launches of one memory write its halves in turn. A rank that writes a half again
+//       has ended the launch between, so its peers have begun that one, and have ended the launch
+//       whose packets are overwritten.
+//   I9  Factors. Merge writes factor[slot] before ready, after it has waited for stat itself: a
+//       packet orders no shared memory, and the grad warps write over what the sum warps read.
+//   I10 Gradients. Every thread that writes gradients fences them for the copy out before done.
+//   I11 Free. A slot is free when the copy out has read it.
+//   I12 Ends. Load puts MERGE ends after the last item, one for each merge warp. Nobody frees them,
+//       so that there are at least MERGE slots.
+//   I13 Count. The grad warps write counted[] before the merge warps read it.
+//   I14 The last program. A program's statistics are in global memory before it counts itself as
+//       done. Who is last sees them all, writes the loss, and alone prepares the next launch;
+//       `node` holds sums over tokens then.
+//   I15 Failure. After a timeout all programs of the rank stop waiting, and store NaN: a packet
+//       without the launch's number has no label.
+#pragma once
+#include "tokens.cuh"
+
+struct Shared {
+  u64 full[SLOTS], stat[SLOTS], ready[SLOTS], done[SLOTS], free[SLOTS];
+  Item item[SLOTS];
+  __align__(8) Node node[SLOTS][SUM];
+  Factors factor[SLOTS];
+  u16 logit[SLOTS];  // the label's
+  double counted[GRAD];
+  bool is_last;
+};
+static_assert(sizeof(Shared) <= 3072);  // the slots take the rest
+
+constexpr u64 STUCK = 4000000000000;  // ns, longer than any timeout: a bug ends, too
+
+// What every role of a program knows.
+struct Program {
+  Shared& s;
+  unsigned char* ring;
+  int items;      // of the launch
+  int all;        // packets of a row
+  u32 tag;        // of this launch's packets
+  i64 half;       // where these begin
+  bool by_count;  // the loss is divided by the number of valid tokens, or their weights
+  int warp, lane;
+  int slot;   // where the role is in the ring
+  u32 phase;  // the parity of its lap
+
+  DEVICE void advance(const Params& q) {
+    if (++slot == q.slots) slot = 0, phase ^= 1;
+  }
+  DEVICE u16* columns(const Params& q) const { return (u16*)(ring + slot * q.slot_bytes); }
+  DEVICE volatile u32* failure(const Params& q) const { return (volatile u32*)q.control + 3; }
+  DEVICE i64 packet_of(int row) const { return half + (i64)row * all * WORDS; }
+};
+
+DEVICE void wait(u64* barrier, u32 phase) {
+  u64 since = 0;
+  for (u32 i = 1;; i++) {
+    if (mbarrier_try_wait_parity(barrier, phase)) return;
+    if (i % 65536) continue;
+    if (!since) {
+      since = globaltimer();
+    } else if (globaltimer() - since > STUCK) {
+      __trap();
+    }
+  }
+}
+DEVICE void arrive(u64* barrier) { mbarrier_arrive(barrier); }
+DEVICE void counted_arrive() { bar_arrive<1, MERGE + GRAD>(); }
+DEVICE void counted_wait() { bar_sync<1, MERGE + GRAD>(); }
+DEVICE void meet() { bar_sync<2, LAST>(); }
+
+// -- load -----------------------------------------------------------------------------------------
+
+DEVICE void load(const Params& q, Program& p) {
+  Shared& s = p.s;
+  const u64 policy = createpolicy_evict_last();  // 1 % faster
+  if (p.lane) return;
+  for (int ends = 0; ends < MERGE; p.advance(q)) {
+    wait(&s.free[p.slot], p.phase ^ 1);  // I2, I3, I4
+    const u32 claimed = ends ? p.items : atomicAdd(q.control + 2, 1u);
+    if (claimed >= p.items) {
+      s.item[p.slot].row = -1;
+      ends++;
+      arrive(&s.full[p.slot]);  // I3, I12
+      continue;
+    }
+    const int row = claimed / q.pieces, piece = claimed - row * q.pieces, whole = q.width / 8;
+    const int first = min(begin_of_leaf(q, piece * q.leaves), whole);
+    const int vectors = min(begin_of_leaf(q, (piece + 1) * q.leaves), whole) - first;
+    const int valid = min(max(q.valid_width - 8 * first, 0), 8 * vectors);
+    // of a row whose item may be the next
+    const i64 soon = min(row + (int)gridDim.x / q.pieces, q.rows - 1);
+    prefetch_l1((const char*)q.labels + (soon << (q.wide_labels ? 3 : 2)));
+    const i64 label = label_of(q, row), place = label - q.start - 8LL * first;
+    const int target = place >= 0 && place < valid ? (int)place : -1;
+    const bool ignored = label == q.ignore_index;
+    s.item[p.slot] = {row, piece, vectors, valid, target, ignored};
+    if (ignored || vectors == 0) {
+      arrive(&s.full[p.slot]);  // I3
+      continue;
+    }
+    mbarrier_arrive_expect_tx(&s.full[p.slot], vectors * 16);  // I3, I4
+    const u32 to = shared_address(p.columns(q));
+    const u16* from = q.logits + (i64)row * q.width + 8LL * first;
+    cp_async_bulk_load(to, from, vectors * 16, &s.full[p.slot], policy);
+  }
+}
+
+// -- sum ------------------------------------------------------------------------------------------
+
+// The node of one of an item's leaves, whose label and gaps are made -inf before.
+DEVICE Node sum_leaf(const Params& q, const Program& p, const Item& item, int leaf_of_item) {
+  const int first = item.piece * q.leaves, from = begin_of_leaf(q, first);
+  const int begin = min(begin_of_leaf(q, first + leaf_of_item) - from, item.vectors);
+  const int end = min(begin_of_leaf(q, first + leaf_of_item + 1) - from, item.vectors);
+  u16* columns = p.columns(q);
+  if (p.lane == 0 && item.target >= 8 * begin && item.target < 8 * end) {
+    p.s.logit[p.slot] = columns[item.target];
+    columns[item.target] = (u16)LOWEST;
+  }
+  for (int c = max(item.valid, 8 * begin) + p.lane; c < 8 * end; c += 32) {
+    columns[c] = (u16)LOWEST;
+  }
+  __syncwarp();  // I4: other lanes read these columns
+  return leaf(shared_address(columns), begin, end, p.lane);
+}
+
+DEVICE void sum(const Params& q, Program& p) {
+  Shared& s = p.s;
+  const int w = (p.warp - FIRST_SUM) % SUM, team = (p.warp - FIRST_SUM) / SUM;
+  for (int n = 0, ends = 0; ends < MERGE / TEAMS; p.advance(q), n++) {
+    if (n % TEAMS != team) continue;
+    wait(&s.full[p.slot], p.phase);  // I3, I4
+    const Item item = s.item[p.slot];
+    Node x = nothing();
+    if (w < q.leaves && item.row >= 0 && !item.ignored) {
+      x = sum_leaf(q, p, item, w);
+      x.index = w;
+    }
+    ends += item.row < 0;
+    __syncwarp();  // I4: all lanes have read their columns
+    if (p.lane == 0) {
+      s.node[p.slot][w] = x;
+      wait(&s.stat[(p.slot ? p.slot : q.slots) - 1], p.slot ? p.phase : p.phase ^ 1);  // I6
+      arrive(&s.stat[p.slot]);  // I4, I5, I6
+    }
+  }
+}
+
+// -- post -----------------------------------------------------------------------------------------
+
+// The first id of the maximum in the first leaf that has it.
+DEVICE int first_index(const Params& q, const Program& p, const Item& item, const Node& x) {
+  const uint4* vectors = (const uint4*)p.columns(q);
+  const int from = begin_of_leaf(q, item.piece * q.leaves);
+  const int leaf = item.piece * q.leaves + x.index;
+  const int end = min(begin_of_leaf(q, leaf + 1) - from, item.vectors);
+  int v = end;
+  for (int k = end - 1 - p.lane; k >= begin_of_leaf(q, leaf) - from; k -= 32) {
+    if (larger(largest(vectors[k])) == x.max) v = k;
+  }
+  v = __reduce_min_sync(~0u, v);
+  const u16* columns = (const u16*)(vectors + v);
+  const u32 found = __ballot_sync(~0u, v < end && low(columns[p.lane % 8]) == x.max);
+  return found ? (int)q.start + 8 * (from + v) + __ffs(found) - 1 : NO_INDEX;
+}
+
+DEVICE void post(const Params& q, Program& p) {
+  Shared& s = p.s;
+  for (int n = 0;; p.advance(q), n++) {
+    if (n % POST != p.warp - FIRST_POST) continue;
+    wait(&s.stat[p.slot], p.phase);  // I3, I5
+    const Item item = s.item[p.slot];
+    if (item.row < 0) break;  // I12
+    Node x = join_lanes(s.node[p.slot][p.lane % SUM], SUM);
+    if (WANTS_ARGMAX && !item.ignored) {
+      wait(&s.full[p.slot], p.phase);  // I4: what the copy in wrote
+      x.index = first_index(q, p, item, x);
+    }
+    u32 logit = 0, flags = item.ignored ? IGNORED : 0;
+    if (item.target >= 0 && !item.ignored) logit = s.logit[p.slot] << 16, flags = OWNER;
+    __syncwarp();  // I7
+    uint4* to = (uint4*)q.packets[p.lane % RANKS] + p.packet_of(item.row);
+    to += q.rank * q.pieces + item.piece;
+    if (p.lane < q.ranks) st_relaxed_sys_b128(to, first_store(x, logit, p.tag, flags));
+    if (WORDS > 1 && p.lane < q.ranks) st_relaxed_sys_b128(to + p.all, second_store(x, p.tag));
+  }
+}
+
+// -- merge ----------------------------------------------------------------------------------------
+
+// A lane's packet of a row, once all lanes' packets are there.
+DEVICE Packet receive(const Params& q, Program& p, int row) {
+  const uint4* from = (const uint4*)q.packets[q.rank] + p.packet_of(row) + p.lane;
+  Packet packet = no_packet();
+  u64 since = 0;
+  for (int i = 1;; i++) {
+    if (p.lane < p.all) packet.first = ld_relaxed_sys_b128(from);
+    if (WORDS > 1 && p.lane < p.all) packet.second = ld_relaxed_sys_b128(from + p.all);
+    if (__all_sync(~0u, p.lane >= p.all || packet.has_come(p.tag))) break;  // I7, I8
+    __nanosleep(1000);  // each look costs the copies bandwidth, 1 to 2 % on an H200
+    if (i % 256) continue;
+    const u64 time = globaltimer();
+    if (!since) since = time;
+    if (__any_sync(~0u, time - since > q.timeout || *p.failure(q))) {  // I15
+      if (p.lane == 0) *p.failure(q) = 1, *(volatile u32*)q.failed = 1;
+      packet.first.w = 0;
+      break;
+    }
+  }
+  return packet;
+}
+
+// A row function's result for a row. given: its input on each lane.
+DEVICE Row row_of(const Params& q, const Solved& r, float given) {
+  float known[5 + GIVEN + TERMS] = {(float)r.lse, (float)r.log_prob, (float)r.entropy,
+                                    (float)r.total, (float)r.mass};
+  for (int k = 0; k < GIVEN; k++) known[5 + k] = __shfl_sync(~0u, given, k);
+  for (int k = 0; k < TERMS; k++) known[5 + GIVEN + k] = q.coefficients[k];
+  return row_function(known);
+}
+
+// The divisor of the loss, for the gradient.
+DEVICE double divisor_of(const Params& q, Program& p) {
+  double divisor = q.denominator ? *q.denominator : q.number;
+  if (p.by_count) {
+    counted_wait();  // I13
+    for (int k = 0; k < GRAD; k++) divisor += p.s.counted[k];
+  }
+  return divisor;
+}
+
+DEVICE void merge(const Params& q, Program& p) {
+  Shared& s = p.s;
+  const Upstream upstream = foreseen(q);
+  const double divisor = divisor_of(q, p);
+  const double scale = divisor == 0.0 ? 0.0 : upstream.value * (1.0 / divisor);
+  if (blockIdx.x == 0 && p.warp == FIRST_MERGE && p.lane == 0) {
+    q.inverse[1] = upstream.is_written ? upstream.value : NONE;
+  }
+  for (int n = 0;; p.advance(q), n++) {
+    if (n % MERGE != p.warp - FIRST_MERGE) continue;
+    wait(&s.full[p.slot], p.phase);  // I3
+    const Item item = s.item[p.slot];
+    if (item.row < 0) {
+      if (p.lane == 0) arrive(&s.ready[p.slot]);  // I12
+      break;
+    }
+    // while packets are under way
+    const float given = p.lane < GIVEN ? q.given[min(p.lane, GIVENS - 1)][item.row] : 0.f;
+    const Packet packet = receive(q, p, item.row);
+    wait(&s.stat[p.slot], p.phase);  // I9
+    const int own_packet = (int)q.rank * q.pieces + item.piece;
+    const int count = __shfl_sync(~0u, packet.count(), own_packet);
+    const Node x = join_lanes(packet.node(), p.all);
+    const u32 own = __ballot_sync(~0u, p.lane < p.all && packet.has(OWNER));
+    const u32 ignore = __ballot_sync(~0u, p.lane < p.all && packet.has(IGNORED));
+    const float logit = __shfl_sync(~0u, packet.logit(), own ? __ffs(own) - 1 : 0);
+    Solved solved = {};
+    Row by = {};
+    if constexpr (HAS_ROWS) {
+      solved = solve(x, logit);
+      by = row_of(q, solved, given);
+    }
+    if (p.lane == 0) {
+      const int owners = owners_of(own, ignore);
+      s.factor[p.slot] = factors_of(q, item.row, x, logit, owners, scale, by);
+      s.factor[p.slot].is_plain = count == item.valid - (item.target >= 0);
+      arrive(&s.ready[p.slot]);  // I4, I9
+      if (!HAS_ROWS && item.piece == 0) solved = solve(x, logit);
+      if (item.piece == 0) finish(q, item, x, logit, owners, solved, by);
+    }
+    __syncwarp();  // none: the lanes converge
+  }
+}
+
+// -- grad -----------------------------------------------------------------------------------------
+
+// Write the gradient over a warp's part of an item, the vectors from `begin` to `end`.
+DEVICE void write_gradient(const Params& q, const Program& p, const Item& item, int begin,
+                           int end) {
+  u16* columns = p.columns(q);
+  const u32 base = shared_address(columns);
+  const Factors f = p.s.factor[p.slot];
+  auto two = [&](u32 u, bool is_plain) {
+    return cvt_bf16x2(gradient_of(f, low(u), is_plain), gradient_of(f, high(u), is_plain));
+  };
+  auto eight = [&](const uint4& r, bool is_plain) {
+    return make_uint4(two(r.x, is_plain), two(r.y, is_plain), two(r.z, is_plain),
+                      two(r.w, is_plain));
+  };
+#pragma unroll 1
+  for (int v = begin + p.lane; v < end && !item.ignored; v += 32) {
+    const uint4 r = ld_shared_v4(base + v * 16);
+    st_shared_v4(base + v * 16, f.is_plain ? eight(r, true) : eight(r, false));
+  }
+  if (item.ignored) {
+    for (int v = begin + p.lane; v < end; v += 32) {
+      st_shared_v4(base + v * 16, make_uint4(0, 0, 0, 0));
+    }
+  }
+  __syncwarp();  // I4: other lanes wrote these columns
+  for (int c = max(item.valid, 8 * begin) + p.lane; c < 8 * end; c += 32) columns[c] = 0;
+  __syncwarp();  // I4
+  if (p.lane == 0 && item.target >= 8 * begin && item.target < 8 * end && !item.ignored) {
+    columns[item.target] = (u16)cvt_bf16x2(f.label, 0.f);
+  }
+}
+
+DEVICE void grad(const Params& q, Program& p) {
+  Shared& s = p.s;
+  const int w = p.warp - FIRST_GRAD;
+  const bool is_written = foreseen(q).is_written;
+  if (p.by_count) {
+    count(q, s.counted, w, p.lane);
+    __threadfence_block();  // I13
+    counted_arrive();       // I13
+  }
+  for (;; p.advance(q)) {
+    wait(&s.ready[p.slot], p.phase);  // I3, I4, I9
+    const Item item = s.item[p.slot];
+    if (item.row < 0) {
+      if (p.lane == 0) arrive(&s.done[p.slot]);  // I12
+      break;
+    }
+    if (!is_written) {
+      if (p.lane == 0) arrive(&s.done[p.slot]);  // I4
+      continue;
+    }
+    const int begin = item.vectors * w / GRAD, end = item.vectors * (w + 1) / GRAD;
+    write_gradient(q, p, item, begin, end);
+    fence_proxy_async();                     // I10
+    __syncwarp();                            // I10: of all lanes
+    if (p.lane == 0) arrive(&s.done[p.slot]);  // I4, I10
+  }
+}
+
+// -- store ----------------------------------------------------------------------------------------
+
+DEVICE void store(const Params& q, Program& p) {
+  Shared& s = p.s;
+  const bool is_written = foreseen(q).is_written;
+  if (p.lane) return;
+  for (;; p.advance(q)) {
+    wait(&s.done[p.slot], p.phase);  // I3, I4
+    const Item item = s.item[p.slot];
+    if (item.row < 0) break;  // I12
+    u16* to = q.gradient + (i64)item.row * q.width;
+    to += 8LL * begin_of_leaf(q, item.piece * q.leaves);
+    if (item.vectors && is_written) cp_async_bulk_store(to, p.columns(q), item.vectors * 16);
+    cp_async_bulk_wait_read();  // I11
+    arrive(&s.free[p.slot]);      // I2, I11
+  }
+}
+
+// -- the last program -----------------------------------------------------------------------------
+
+// Whether this program is the last one of the launch, by LAST warps of each.
+DEVICE bool is_last_program(const Params& q, Program& p, u32 epoch) {
+  meet();  // I14: this program's statistics are stored
+  const bool is_first = p.warp == 1 && p.lane == 0;
+  if (is_first) {
+    __threadfence();  // I14
+    p.s.is_last = atomicAdd(q.control + 1, 1u) == gridDim.x - 1;
+  }
+  meet();  // I14
+  if (!p.s.is_last) return false;
+  __threadfence();  // I14: sees other programs' statistics
+  if (is_first) {
+    q.control[1] = q.control[2] = 0, *(volatile u32*)q.control = epoch;  // I14
+  }
+  return true;
+}
+
+// Write the loss and its sums over tokens, added up in one order, by LAST warps; as in
+// `sums_triton`.
+DEVICE void reduce(const Params& q, Program& p) {
+  const int warp = p.warp - 1, lane = p.lane;
+  double(*part)[VALUES + 1] = (double(*)[VALUES + 1]) p.s.node;
+  double total[VALUES + 1] = {}, loss = 0.0;
+  add_tokens(q, total, warp, lane);
+#pragma unroll
+  for (int k = 0; k <= VALUES; k++) {
+    if (k < q.n_values || k == VALUES) {
+      total[k] = add_lanes(total[k]);
+      if (lane == 0) part[warp][k] = total[k];
+    }
+  }
+  meet();  // I14
+  meet();  // I14: with one of them alone, racecheck reports the loads below
+  if (warp) return;
+#pragma unroll
+  for (int k = 0; k <= VALUES; k++) {
+    if (k < q.n_values || k == VALUES) {
+      total[k] = add_lanes(lane < LAST ? part[lane][k] : 0.0);
+      if (k < VALUES && q.negatives >> k & 1) total[k] = -total[k];
+      if (lane == 0) q.sums[min(k, q.n_values)] = total[k];
+      if (k < VALUES) loss += q.coefficients[k] * total[k];
+    }
+  }
+  const double given =
+      p.by_count ? total[VALUES] : q.denominator ? *q.denominator : q.number;
+  const double divisor = given == 0.0 ? INF : given;
+  if (lane == 0) {
+    *q.inverse = 1.0 / divisor;
+    *q.loss = loss / divisor;
+  }
+}

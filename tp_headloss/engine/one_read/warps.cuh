@@ -1,0 +1,95 @@
+// What the lanes of a warp compute together: sums over lanes, joins over lanes, and a leaf's node.
+#pragma once
+#include "node.cuh"
+
+template <class T> DEVICE T add_lanes(T x) {
+  for (int d = 16; d; d /= 2) x += __shfl_xor_sync(~0u, x, d);
+  return x;
+}
+
+// The join of the first `lanes` lanes' nodes, in a binary tree.
+DEVICE Node join_lanes(Node x, int lanes) {
+#pragma unroll 1
+  for (int d = 1; d < lanes; d *= 2) {
+    Node y = nothing();
+    y.max = __shfl_xor_sync(~0u, x.max, d);
+    y.sum = __shfl_xor_sync(~0u, x.sum, d);
+    Optional::copy_lane(y, x, d);
+    x = join(x, y);
+  }
+  return x;
+}
+
+// Two logits in bf16 lie in 32 bits.
+DEVICE float low(u32 v) { return __uint_as_float(v << 16); }
+DEVICE float high(u32 v) { return __uint_as_float(v & 0xffff0000u); }
+DEVICE float larger(u32 v) { return fmaxf(low(v), high(v)); }
+DEVICE u32 largest(uint4 v) { return max_bf16x2(max_bf16x2(v.x, v.y), max_bf16x2(v.z, v.w)); }
+
+// The largest of all lanes' numbers: their bits, ordered as integers are.
+DEVICE float max_lanes(float x) {
+  auto ordered = [](int bits) { return bits ^ (bits >> 31 & 0x7fffffff); };
+  return __int_as_float(ordered(__reduce_max_sync(~0u, ordered(__float_as_int(x)))));
+}
+
+// The maximum of the vectors from `begin` to `end`, which is not before it.
+DEVICE float leaf_max(u32 base, int begin, int end, int lane) {
+  u32 top = LOWEST;
+#pragma unroll 1
+  for (int v = begin + lane; v - lane < end; v += 32 * VECTORS_AT_ONCE) {
+    uint4 r[VECTORS_AT_ONCE];
+#pragma unroll
+    for (int k = 0; k < VECTORS_AT_ONCE; k++) {  // no load waits for another
+      r[k] = ld_shared_v4(base + min(v + 32 * k, end - 1) * 16);
+    }
+#pragma unroll
+    for (int k = 0; k < VECTORS_AT_ONCE; k++) top = max_bf16x2(top, largest(r[k]));
+  }
+  return max_lanes(larger(top));
+}
+
+// Add a lane's part of the same vectors to its sums. is_plain: no logit is -inf.
+DEVICE void add_vectors(LaneSums& x, u32 base, int begin, int end, int lane, Base2 e,
+                        bool is_plain) {
+#pragma unroll 1
+  for (int v = begin + lane; v < end; v += 32) {
+    auto add_two = [&](u32 u) {
+      Logit a, b;
+      a.z = low(u);
+      a.exponent = fmaf(a.z, e.by, -e.at);
+      b.z = high(u);
+      b.exponent = fmaf(b.z, e.by, -e.at);
+      a.power = ex2(a.exponent);
+      b.power = ex2(b.exponent);
+      x.even += a.power;
+      x.odd += b.power;
+      Optional::add(x, a, b, is_plain);
+    };
+    const uint4 r = ld_shared_v4(base + v * 16);
+    add_two(r.x), add_two(r.y), add_two(r.z), add_two(r.w);
+  }
+}
+
+// The node of the vectors from `begin` to `end` in shared memory at `base`, by a warp.
+DEVICE Node leaf(u32 base, int begin, int end, int lane) {
+  const float max = leaf_max(base, begin, end, lane);
+  const Base2 e = base2(finite(max));
+  LaneSums sums = {};
+  add_vectors(sums, base, begin, end, lane, e, true);
+  if (!(Optional::magnitude(sums) < INF)) {  // very low logits, among them -inf
+    sums = {};
+    add_vectors(sums, base, begin, end, lane, e, false);
+  }
+  Node x = nothing();
+  x.max = max;
+  x.sum = sums.even + sums.odd;
+  Optional::begin(x, sums);
+  for (int d = 16; d; d /= 2) {  // together, so that none waits for another
+    const float sum = __shfl_xor_sync(~0u, x.sum, d);
+    Optional::add_lane(x, d);
+    x.sum += sum;
+  }
+  Optional::end(x, e);
+  x.sum *= ex2(-e.rest);
+  return x;
+}
