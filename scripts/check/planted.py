@@ -32,6 +32,7 @@ GROUPS = {
         ("engine/one_read/rows.py", "_source", "kinds[result] != FLOAT", "False"),
     ],
     "test_row_function": [
+        ("engine/one_read/kernel.py", "expect_few", "NUMBERS.sub(\"\", rows)", "rows"),
         ("engine/one_read/rows.py", "_plain_torch", "torch.autograd.graph.saved_tensors_hooks(_same, _same)", "contextlib.nullcontext()"),
         ("engine/one_read/rows.py", "row_function", "term.pointwise or isinstance(term.function, StatisticValue)", "True"),
         ("engine/one_read/rows.py", "row_function", "weight * value", "value"),

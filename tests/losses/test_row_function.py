@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tp_headloss import CrossEntropy, Entropy, KLToReference, PolicyGradient, Term, ZLoss
+from tp_headloss.engine.one_read import kernel as one_read_kernel
 from tp_headloss.engine.one_read.rows import SLOPES, STATISTICS, row_function
 from tp_headloss.losses import KL_ESTIMATORS
 from tp_headloss.statistics import VocabStatistics
@@ -165,3 +166,22 @@ def test_a_trace_knows_nothing_of_the_callers_contexts():
     ):
         with context:
             assert row_function(terms, V) is not None
+
+
+def test_the_fourth_kernel_with_other_numbers_says_so(caplog):
+    device = torch.device("cuda", 77)
+    said = []
+    for clip in (0.1, 0.2, 0.25, 0.3, 0.4):
+        one_read_kernel.expect_few(
+            device, row_function([PolicyGradient(clip=(clip, 0.3))], V).source
+        )
+        other = row_function([KLToReference(0.1, "k3" if clip < 0.2 else "k2")], V).source
+        if clip < 0.3:
+            one_read_kernel.expect_few(device, other)
+        said.append(len(caplog.records))
+    assert said == [0, 0, 0, 1, 1]
+    assert "weight of a term, or into inputs=" in caplog.text
+
+
+def test_few_kernels_are_kept():
+    assert one_read_kernel.kernel_of.cache_info().maxsize == one_read_kernel.KERNELS

@@ -3,8 +3,11 @@ that they share."""
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import functools
+import logging
+import re
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -17,6 +20,9 @@ FOLDER = Path(__file__).parent
 SHARED = 224 * 1024  # bytes of shared memory for all slots
 FORECASTS = 1024
 ARGUMENTS = ctypes.c_void_p * 1
+KERNELS = 256  # that a process keeps
+NUMBERS = re.compile(r"-?0x[\da-f.]+p[-+]\d+f")  # of a row function
+SAYS_SO = 4  # how many kernels of row functions that differ in numbers alone
 CUDA_SUCCESS, MOST_DYNAMIC_SHARED_MEMORY = 0, 8
 
 
@@ -176,8 +182,30 @@ def _strings(values: Iterable[bytes]) -> ctypes.Array:
     return (ctypes.c_char_p * len(strings))(*strings)
 
 
-@functools.cache
+_log = logging.getLogger("tp_headloss")
+_compiled: collections.Counter[tuple] = collections.Counter()  # of kernels that differ in numbers
+
+
+def expect_few(device: torch.device, rows: str, *flags: str):
+    """Log a warning if row functions whose numbers alone differ were often compiled."""
+    alike = device, NUMBERS.sub("", rows), *flags
+    _compiled[alike] += 1
+    if _compiled[alike] == SAYS_SO:
+        _log.warning(
+            "a loss compiles its kernel for time %s, with other numbers in its terms, and each "
+            "time takes about a second: a number that changes between steps belongs into the "
+            "weight of a term, or into inputs=",
+            SAYS_SO,
+        )
+
+
+@functools.lru_cache(maxsize=KERNELS)
 def kernel_of(device: torch.device, rows: str | None = None, *flags: str) -> Kernel:
     """The kernel of a row function and some flags. Raises OSError, AttributeError or RuntimeError
-    where it cannot be had."""
+    where it cannot be had.
+
+    A kernel that is forgotten stays loaded, because a CUDA graph may hold it.
+    """
+    if rows is not None:
+        expect_few(device, rows, *flags)
     return Kernel(device.index, rows, *flags)
