@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from trainer_problem import DTYPES, EVEN, PADDED, B, V, close, close_grads, cut, dtype_name
 
 from tp_headloss import VocabShard
-from tp_headloss.integrations import nemo_rl, rl_calls, sampling_masks, skyrl, skyrl_draft, slime
+from tp_headloss.integrations import nemo_rl, rl_tokens, sampling_masks, skyrl, skyrl_draft, slime
 
 H = 12
 LENGTHS, PADDED_LENGTHS = [3, 2, 6], [4, 4, 8]  # of packed sequences
@@ -571,7 +571,7 @@ def entropy_call(x, num_actions, loss_mask=None):
 
 def test_bounds_that_nobody_could_check_make_every_result_nan():
     """On GPUs, where nothing waits for their values."""
-    packed = rl_calls.PackedTokens(
+    packed = rl_tokens.PackedTokens(
         tokens()[0].unsqueeze(0), None, None, BOUNDS, WIDTH, sum_gradients=True
     )
     packed.valid = torch.tensor(False)

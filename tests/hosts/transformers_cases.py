@@ -47,7 +47,7 @@ from tp_headloss import (
 from tp_headloss.integrations import TESTED, installed_version, require
 from tp_headloss.integrations import transformers as adapter
 from tp_headloss.integrations.transformers import causal_lm_loss, colwise_plan, fuse_head
-from tp_headloss.integrations.transformers.calls import with_ignore_index
+from tp_headloss.integrations.transformers.model_parts import with_ignore_index
 
 transformers.logging.set_verbosity_error()
 LAYERS = {

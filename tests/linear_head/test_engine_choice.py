@@ -9,7 +9,7 @@ from tp_headloss import HeadLoss, Linear, Options, VocabShard
 from tp_headloss.call.given import Given
 from tp_headloss.engine import passes
 from tp_headloss.linear_head import epilogue
-from tp_headloss.linear_head.call import LinearCall
+from tp_headloss.linear_head.request import LinearRequest
 
 TRITON = Options(backend="triton")
 GPUS = {"9.0": ((9, 0), True, True), "10.0": ((10, 0), False, True), "8.0": ((8, 0), False, False)}
@@ -34,7 +34,7 @@ def test_epilogues_are_the_default_where_they_were_measured(
     given = Given(
         None, labels, shard, options=TRITON, hidden=hidden, weight=weight, linear=Linear()
     )
-    request = LinearCall.checked(given).request
+    request = LinearRequest.checked(given).request
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
 
     def takes(place=OnGpu, dtype=torch.bfloat16, **options):

@@ -8,7 +8,7 @@ from linear_problem import H, N, V, a_teacher, small_blocks, tensors
 from torch.testing import assert_close
 
 import tp_headloss as hl
-from tp_headloss.linear_head.call import LinearCall
+from tp_headloss.linear_head.request import LinearRequest
 from tp_headloss.statistics import FULL_TEACHER
 
 
@@ -137,7 +137,7 @@ def test_one_sweep_knows_what_it_cannot_differentiate(caplog, monkeypatch):
     known = hl.HeadLoss().linear(hidden, weight, labels)
     plain = torch.autograd.grad(known.loss, hidden)[0]
     own.terms = own.terms  # nothing is known of them
-    monkeypatch.setattr("tp_headloss.linear_head.call._logged_modes", set())
+    monkeypatch.setattr("tp_headloss.linear_head.request._logged_modes", set())
     with caplog.at_level("INFO", "tp_headloss"):
         for _ in range(2):
             d_scale, found = torch.autograd.grad(
@@ -244,7 +244,7 @@ def test_a_call_after_an_equal_one_is_not_checked_again_but_by_what_may_differ(m
     first = [run(linear, given) for linear in options for given in (shard, None)]
     others = [run(linear, x=hidden * 2, y=labels.flip(0)) for linear in options]
     with monkeypatch.context() as patch:
-        patch.setattr(LinearCall, "checked", None)
+        patch.setattr(LinearRequest, "checked", None)
         again = [run(linear, given) for linear in options for given in (shard, None)]
         assert all(torch.equal(a, b) for x, y in zip(first, again) for a, b in zip(x, y))
     for linear, found in zip(options, others):

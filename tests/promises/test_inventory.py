@@ -124,4 +124,4 @@ def test_every_host_has_a_guide_and_tests(host):
 
 def test_hosts_are_found():
     assert {"deepspeed", "megatron", "nemo_rl", "slime", "transformers", "verl"} <= {*hosts()}
-    assert not {"rl_calls", "replacement", "fsdp"} & {*hosts()}
+    assert not {"rl_tokens", "replacement", "fsdp"} & {*hosts()}

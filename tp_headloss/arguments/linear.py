@@ -9,7 +9,7 @@ import torch
 
 from ..ranks.comm import HIDDEN_GRADS
 from ..spec import FP32_MAX, Count, NumberLine, OneOf, TensorLine, checked
-from ..validation import expect_number
+from ..spec.checks import expect_number
 
 # tokens of a block below which summing dW costs more than making the logits again
 MIN_SWEEP_TOKENS = 512

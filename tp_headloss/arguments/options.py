@@ -10,7 +10,7 @@ import torch
 from ..engine.backend import BACKENDS
 from ..engine.transports import TRANSPORTS
 from ..spec import TINY, Bias, NumberLine, OneOf, PositiveFp32, Temperature, checked
-from ..validation import expect_number
+from ..spec.checks import expect_number
 
 GRADIENTS = ("auto", "forward", "backward")  # values of `Options.gradient`
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import torch
 
 from ..spec import Bias, OpenShare, Temperature, TensorLine, TokenValues, checked
-from ..validation import expect_number
+from ..spec.checks import expect_number
 from .options import NO_TRANSFORM, Transform
 
 LOGITS = TensorLine("floating point", ("..", "width"), sharded=-1)

@@ -15,8 +15,8 @@ import torch
 from ..arguments.id_sets import replaced
 from ..ranks.shard import VocabShard
 from ..spec import BIAS, HIDDEN, TENSOR, WEIGHT, Sizes
+from ..spec.checks import expect_dense, refuse_transforms
 from ..statistics import MaybeNone
-from ..validation import expect_dense, refuse_transforms
 from .placements import (
     expect_placements,
     group_ranks,

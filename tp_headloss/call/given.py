@@ -29,8 +29,8 @@ from ..spec import (
     TotalWeight,
     lines_of,
 )
+from ..spec.checks import expect_dense
 from ..statistics import known_statistics
-from ..validation import expect_dense
 from .dtensor import local_head, local_logits, local_part
 
 ALWAYS = ("lse", "log_prob", "target_logit", "valid")  # of every call's statistics

@@ -14,6 +14,7 @@ from ..engine.operators import distinct_ids
 from ..engine.request import Facts, Request, Tensors, TokenOrder
 from ..ranks.shard import ShardFacts
 from ..spec import sizes_of
+from ..spec.checks import expect_number, refuse_float_labels
 from ..statistics import (
     AT_IDS,
     FULL_TEACHER,
@@ -23,7 +24,6 @@ from ..statistics import (
     names_without_sums,
 )
 from ..statistics.at_ids import known_ids
-from ..validation import expect_number, refuse_float_labels
 from .given import Given
 from .sets import check_entries, check_ids, check_sets, expect_both, set_tensors, validate_sets
 

@@ -9,9 +9,9 @@ from ..arguments.id_sets import IdSets, flat_ids, masked_ids, ragged
 from ..arguments.teachers import TopKTeacher
 from ..engine.operators import distinct_ids
 from ..engine.request import Facts, TokenOrder
+from ..spec.checks import refuse_tokens
 from ..statistics import OVER_SETS
 from ..statistics.sets import rows_and_places
-from ..validation import refuse_tokens
 
 
 def validate_sets(sets: IdSets | None, labels, want, logits):

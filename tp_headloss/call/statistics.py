@@ -14,8 +14,8 @@ from ..engine.request import Request
 from ..engine.ways import Way, general
 from ..ranks.shard import VocabShard
 from ..spec import FLAG, Labels, Logits, TokenIds, TotalWeight, described
+from ..spec.checks import refuse_export, refuse_tokens, refuse_transforms
 from ..statistics import MaybeNone, VocabStatistics, documented_fields
-from ..validation import refuse_export, refuse_tokens, refuse_transforms
 from .agreement import Agreement
 from .compile import uncompiled_where_needed
 from .given import Given, Want

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..validation import refuse_batches
+from ..spec.checks import refuse_batches
 from . import operators
 from .backend import load_backend
 from .one_read.params import TERMS

@@ -10,8 +10,8 @@ import typing
 import torch
 
 from ..ranks import comm
+from ..spec.checks import expect_no_gradient
 from ..statistics import MaybeNone
-from ..validation import expect_no_gradient
 from . import passes
 from .backend import load_backend
 from .request import Facts, Request, Tensors, accumulation_dtype

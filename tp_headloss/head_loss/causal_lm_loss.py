@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..spec import TENSOR, UNSHIFTED, checked
-from .call import expect_labels
+from .checks import expect_labels
 from .loss import HeadLoss
 from .output import HeadLossOutput
 

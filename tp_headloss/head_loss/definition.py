@@ -42,7 +42,7 @@ class CallPlan(NamedTuple):
     evaluated: tuple[bool, ...]
     # how one kernel sums them, None where plain torch is needed
     sums: tuple[SumsPlan | None, SumsPlan | None]
-    checked: dict  # calls that were checked, see `known_calls`
+    checked: dict  # calls that were checked, see `remembered`
     weights: dict[str, float | torch.Tensor]  # of the terms, by name
     obstacles: list[str]  # reasons against one sweep that a call has found
     # number of what is remembered of upstream gradients, see `engine.one_read.kernel.Memory`

@@ -16,11 +16,11 @@ from ..engine.request import Request
 from ..engine.ways import Explanation
 from ..linear_head import epilogue
 from ..linear_head import one_sweep as sweep
-from ..linear_head.call import LinearCall, log_mode
+from ..linear_head.request import LinearRequest, log_mode
 from ..linear_head.teacher import map_teacher_tensors, without_logits
 from ..linear_head.valid_tokens import ValidTokens
 from ..statistics import VocabStatistics
-from .call import Call
+from .checks import Call
 from .output import HeadLossOutput, make_output
 from .reduction import CallLoss, fused_reduction, reduce_tokens, valid_weight
 from .value_gradients import value_gradients
@@ -33,17 +33,17 @@ class LinearWay:
     name: str
 
     @staticmethod
-    def obstacle(call: Call, head: LinearCall) -> str | None:
+    def obstacle(call: Call, head: LinearRequest) -> str | None:
         """Return the reason why a call cannot take this way, or None. Uses only facts that are
         equal on all ranks."""
         return None
 
     @classmethod
-    def of_kind(cls, call: Call, head: LinearCall) -> LinearWay:
+    def of_kind(cls, call: Call, head: LinearRequest) -> LinearWay:
         """Return the way of calls of this kind, to which there is no obstacle."""
         return cls()
 
-    def output(self, call: Call, head: LinearCall, evaluate: Callable) -> HeadLossOutput:
+    def output(self, call: Call, head: LinearRequest, evaluate: Callable) -> HeadLossOutput:
         """Compute the results of a call."""
         check = (call.definition.options or DEFAULTS).check
         stats = assembled(
@@ -133,7 +133,7 @@ class OneSweep(LinearWay):
 LINEAR_WAYS: tuple[type[LinearWay], ...] = (OneSweep, Epilogues, Blocks)
 
 
-def linear_way_of(call: Call, head: LinearCall) -> LinearWay:
+def linear_way_of(call: Call, head: LinearRequest) -> LinearWay:
     """Return the first way without an obstacle. Raises ValueError where one sweep is asked for and
     impossible."""
     for kind in LINEAR_WAYS:
@@ -145,7 +145,7 @@ def linear_way_of(call: Call, head: LinearCall) -> LinearWay:
     raise AssertionError("blocks serve every call")
 
 
-def explained_linear(call: Call, head: LinearCall) -> Explanation:
+def explained_linear(call: Call, head: LinearRequest) -> Explanation:
     """Explain which way a call takes, from its metadata alone."""
     return Explanation.of(LINEAR_WAYS, "{}", call, head)
 
@@ -159,7 +159,7 @@ def _refuse_what_one_sweep_alone_has(linear: Linear, obstacle: str):
 
 
 def linear_output(
-    call: Call, head: LinearCall, way: LinearWay, evaluate: Callable
+    call: Call, head: LinearRequest, way: LinearWay, evaluate: Callable
 ) -> HeadLossOutput:
     """Results of a way, or of another one where one sweep turns out to be impossible."""
     try:
@@ -191,7 +191,7 @@ def known_output(out: HeadLossOutput, order: ValidTokens) -> HeadLossOutput:
     )
 
 
-def _obstacle_to_one_sweep(call: Call, head: LinearCall) -> str | None:
+def _obstacle_to_one_sweep(call: Call, head: LinearRequest) -> str | None:
     """Reason why one sweep is impossible, or None. Uses only facts that are equal on all ranks."""
     linear = head.linear
     if call.definition.plan.obstacles:

@@ -19,7 +19,7 @@ from ..call.request_of import build_request
 from ..call.statistics import computed_statistics
 from ..engine.request import Request
 from ..engine.ways import Case, Explanation, explained, way_of
-from ..linear_head.call import LinearCall
+from ..linear_head.request import LinearRequest
 from ..ranks.shard import VocabShard
 from ..spec import (
     Bias,
@@ -33,11 +33,14 @@ from ..spec import (
     checked,
     described,
 )
-from ..validation import refuse_transforms
-from .call import Call, Inputs, check_call, local_arguments, replicated_facts
+from ..spec.checks import refuse_transforms
+from .checks import Call, Inputs, check_call, local_arguments, replicated_facts
 from .definition import REDUCTIONS, HeadLossDefinition
 from .evaluation import compiled_evaluate, evaluate, expect_unchanged
-from .known_calls import (
+from .linear_ways import explained_linear, linear_output, linear_way_of
+from .output import HeadLossOutput, make_output
+from .reduction import CallLoss
+from .remembered import (
     checked_before,
     kind_of_call,
     kind_of_linear_call,
@@ -45,9 +48,6 @@ from .known_calls import (
     remember,
     remember_linear,
 )
-from .linear_ways import explained_linear, linear_output, linear_way_of
-from .output import HeadLossOutput, make_output
-from .reduction import CallLoss
 from .terms import Metrics, Terms
 
 NO_OPTIONS = Linear()
@@ -301,7 +301,7 @@ class HeadLoss(nn.Module):
         transform,
         inputs,
         linear,
-    ) -> tuple[Call, LinearCall]:
+    ) -> tuple[Call, LinearRequest]:
         """Check the arguments of `linear`."""
         LINES["linear"].check("linear", linear, {})
         given = self._given(None, labels, shard, transform)
@@ -338,7 +338,9 @@ class HeadLoss(nn.Module):
                 ids=call.ids,
                 total_weight=call.total_weight,
             )
-            return call, build_request(given) if given.linear is None else LinearCall.checked(given)
+            return call, build_request(given) if given.linear is None else LinearRequest.checked(
+                given
+            )
 
     @uncompiled_where_needed
     @described

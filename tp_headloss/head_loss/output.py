@@ -13,7 +13,7 @@ from ..ranks.comm import combine_metrics, reduce_metrics
 from ..ranks.shard import Group
 from ..spec import Instance, TupleOf, checked
 from ..statistics import MaybeNone, VocabStatistics, documented_fields
-from .call import Call
+from .checks import Call
 from .evaluation import expect_distinct_names
 from .reduction import reduce_tokens
 

@@ -8,7 +8,7 @@ from ..engine.one_read.rows import row_function
 from ..engine.operators import can_skip_dispatch
 from ..engine.reductions import FusedReduction, StatisticValue, SumsPlan
 from ..statistics import MaybeNone, VocabStatistics
-from .call import Call
+from .checks import Call
 from .token_sums import expect_per_token, masked, nonzero
 
 

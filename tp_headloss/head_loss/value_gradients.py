@@ -8,7 +8,7 @@ import torch
 from ..engine.backend import load_backend
 from ..engine.reductions import FusedReduction, SumsPlan
 from ..engine.request import Request, accumulation_dtype
-from .call import Call
+from .checks import Call
 from .token_sums import nonzero
 
 

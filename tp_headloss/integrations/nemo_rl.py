@@ -37,7 +37,7 @@ from ..ranks.shard import Group
 from ..spec import Count, Floating, Ids, Logits, Rows, Size, Unused, checked
 from .nemo_rl_distillation import get_distillation_topk_logprobs_from_logits
 from .nemo_rl_sampling import kept_by, log_probs_over, sets_of_next_tokens
-from .rl_calls import (
+from .rl_tokens import (
     CpGroup,
     InferenceOnly,
     PackedTokens,

@@ -8,7 +8,7 @@ from ..call.dtensor import local_part
 from ..call.statistics import vocab_statistics
 from ..engine.autograd import FromShards
 from ..spec import Count, Floating, Ids, Logits, Unused, checked
-from .rl_calls import CpGroup, RankedTokens, TpGroup, VocabSize, even_shard_of_rank, refuse
+from .rl_tokens import CpGroup, RankedTokens, TpGroup, VocabSize, even_shard_of_rank, refuse
 
 
 @checked

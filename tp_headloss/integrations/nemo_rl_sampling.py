@@ -11,7 +11,7 @@ from ..arguments.sampling_rule import SamplingRule
 from ..call.statistics import vocab_statistics
 from ..ranks.shard import VocabShard
 from ..search.sampling import kept_ids
-from .rl_calls import RankedTokens
+from .rl_tokens import RankedTokens
 from .sampling_masks import from_nemo_rl
 
 # those of NeMo-RL's TrainingSamplingParams

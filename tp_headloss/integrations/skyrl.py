@@ -37,7 +37,7 @@ from ..spec import (
     checked,
 )
 from .nemo_rl import from_parallel_logits_to_logprobs
-from .rl_calls import (
+from .rl_tokens import (
     UNREDUCED_HIDDEN_GRAD,
     CpGroup,
     InferenceOnly,

@@ -13,7 +13,7 @@ from ..ranks.comm import gather_from_ranks
 from ..ranks.shard import VocabShard
 from ..search.topk import topk_log_probs
 from ..spec import Scalar, Size, TensorLine, checked
-from .rl_calls import TpGroup, VocabSize, bounded_shard
+from .rl_tokens import TpGroup, VocabSize, bounded_shard
 
 StudentLogits: TypeAlias = Annotated[
     torch.Tensor, TensorLine("floating point", ("B", "S", "width"), sharded=-1)

@@ -14,7 +14,7 @@ import torch
 
 from ..call.statistics import vocab_statistics
 from ..spec import TOKEN_WEIGHT, Ids, Logits, TensorLine, checked, sizes_of
-from .rl_calls import TpGroup, VocabSize, even_shard
+from .rl_tokens import TpGroup, VocabSize, even_shard
 
 
 @checked

@@ -14,7 +14,6 @@ from ..linear_head import Linear, linear_vocab_statistics
 from ..ranks.shard import VocabShard
 from ..spec import Names, Positive, checked
 from . import require
-from .transformers.calls import next_token_labels, refuse_columns
 from .transformers.check import InstalledForward
 from .transformers.forward import named_arguments
 from .transformers.model_facts import (
@@ -25,6 +24,7 @@ from .transformers.model_facts import (
     head_operands,
     output_layer,
 )
+from .transformers.model_parts import next_token_labels, refuse_columns
 
 require("trl")
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head  # noqa: E402

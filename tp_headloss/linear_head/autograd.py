@@ -17,7 +17,7 @@ from ..engine.request import (
     accumulation_dtype,
     without_gaps,
 )
-from ..validation import refuse_batches
+from ..spec.checks import refuse_batches
 from . import sweeps
 from .facts import LinearFacts, recompute_blocks
 

@@ -13,7 +13,7 @@ from ..call.statistics import assembled
 from ..ranks.shard import VocabShard
 from ..spec import Bias, Floating, Labels, Rows, TokenIds, TotalWeight, described
 from ..statistics import VocabStatistics
-from .call import LinearCall
+from .request import LinearRequest
 
 
 @uncompiled_where_needed
@@ -82,7 +82,7 @@ def linear_vocab_statistics(
     with Agreement(given.options, shard) as agreement:
         given = given.local()
         agreement.record("linear_vocab_statistics", given.shard, **given.facts())
-        call = LinearCall.checked(given)
+        call = LinearRequest.checked(given)
     return assembled(
         call.recompute_outputs(), call.request, given.labels, given.options.check, call.operands
     )

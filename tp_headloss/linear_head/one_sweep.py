@@ -11,7 +11,7 @@ from ..engine.ways.one_read import OneReadBlocks
 from ..statistics import VocabStatistics
 from . import sweeps
 from .autograd import MainGrad, OneSweep
-from .call import LinearCall, log_mode
+from .request import LinearRequest, log_mode
 from .valid_tokens import check_range
 
 
@@ -34,7 +34,7 @@ class OneSweepGradients(NamedTuple):
 
 
 def sweep_statistics(
-    call: LinearCall, tokens: int, labels, options, objective_of, in_one_read=None
+    call: LinearRequest, tokens: int, labels, options, objective_of, in_one_read=None
 ) -> tuple[VocabStatistics, OneSweepGradients]:
     """Compute statistics without gradients, and the gradients of hidden states, weight and bias.
 
@@ -71,7 +71,7 @@ def sweep_statistics(
     return stats, OneSweepGradients((hidden_grad, weight_grad, sums.bias), declared)
 
 
-def _wanted_gradients(call: LinearCall) -> sweeps.Gradients:
+def _wanted_gradients(call: LinearRequest) -> sweeps.Gradients:
     """Return which gradients a call needs, and in which dtypes."""
     linear, weight, bias = call.linear, call.weight, call.request.tensors.bias
     hidden = weight_sums = of_bias = main_grad = None
@@ -96,7 +96,7 @@ def _refuse_checkpoints():
         pass
 
 
-def _declared_upstream(call: LinearCall) -> torch.Tensor:
+def _declared_upstream(call: LinearRequest) -> torch.Tensor:
     """The gradient that will arrive at the loss, 1 if nothing was declared."""
     upstream = call.linear.upstream
     if isinstance(upstream, torch.Tensor):
@@ -105,7 +105,7 @@ def _declared_upstream(call: LinearCall) -> torch.Tensor:
     return torch.full((), 1.0 if upstream is None else upstream, device=call.hidden.device)
 
 
-def _objective(call: LinearCall, gradients_of):
+def _objective(call: LinearRequest, gradients_of):
     """A function: values and flags of some tokens -> gradients of the values that backends take, by
     name."""
     layout, ids = call.request.layout, call.request.tensors.ids
@@ -118,7 +118,7 @@ def _objective(call: LinearCall, gradients_of):
     return objective
 
 
-def loss_gradients(call: LinearCall, loss_of, upstream):
+def loss_gradients(call: LinearRequest, loss_of, upstream):
     """Make the argument of `sweep_statistics` for any loss, which autograd differentiates in every
     block.
 
@@ -156,7 +156,7 @@ def loss_gradients(call: LinearCall, loss_of, upstream):
 
 
 def attach_gradients(
-    call: LinearCall, loss: torch.Tensor, stats: VocabStatistics, found: OneSweepGradients
+    call: LinearRequest, loss: torch.Tensor, stats: VocabStatistics, found: OneSweepGradients
 ):
     """Attach the gradients that were found to a loss [] and the statistics of
     `sweep_statistics`."""

@@ -9,7 +9,7 @@ from ..arguments.teachers import Teacher, TeacherHead, with_fields
 from ..call.request_of import expect_as_student
 from ..engine.request import TeacherOperands, TokenOrder
 from ..spec import lines_within, sizes_of
-from ..validation import operand_dtype
+from ..spec.checks import operand_dtype
 
 
 def expect_teacher_head(head: TeacherHead, hidden, logits):

@@ -4,8 +4,8 @@
 import torch
 
 from ..engine.request import Request, TokenOrder
+from ..spec.checks import refuse_tokens
 from ..statistics import IGNORED
-from ..validation import refuse_tokens
 
 # Outputs of ignored tokens and of valid ones that were not picked; all others are 0 and NaN.
 NOT_PICKED = {

@@ -33,8 +33,8 @@ from ..spec import (
     described,
     lines_within,
 )
+from ..spec.checks import operand_dtype
 from ..statistics import documented_fields
-from ..validation import operand_dtype
 from .kept import transformed_logits
 from .keys import NO_KEY, decode_keys, keys_of
 

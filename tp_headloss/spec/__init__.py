@@ -13,11 +13,11 @@ from typing import Annotated, Any, TypeAlias
 
 import torch
 
-from ..validation import FP32_MAX as FP32_MAX
 from .checked import checked as checked
 from .checked import described as described
 from .checked import lines_of as lines_of
 from .checked import lines_within as lines_within
+from .checks import FP32_MAX as FP32_MAX
 from .lines import AnyOf as AnyOf
 from .lines import Callables as Callables
 from .lines import CheckedBy as CheckedBy

@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ..validation import FP32_MAX, expect_dense, is_number
 from .aliases import hint
+from .checks import FP32_MAX, expect_dense, is_number
 from .words import shown, type_name, with_article
 
 # symbol of a shape -> its size, and the name of the argument that set it

@@ -19,10 +19,10 @@ from ...call.subclasses import is_dtensor
 from ...ranks.shard import VocabShard
 from ..replacement import Replacement, evaluating, replaced
 from . import copies
-from .calls import HEAD_ARGUMENTS, body_of, refuse_auxiliary_loss, run_body
 from .forward import FUSED, location, stock_forward
 from .loss_function import CausalLMShardLoss
 from .model_facts import config_transform, installed_shard, output_layer
+from .model_parts import HEAD_ARGUMENTS, body_of, refuse_auxiliary_loss, run_body
 
 
 class InstalledForward(Replacement):

@@ -14,8 +14,8 @@ import threading
 from contextlib import contextmanager
 from functools import partial
 
-from .calls import body_of
 from .forward import FUSED, location
+from .model_parts import body_of
 
 _here = threading.local()  # .depth: forwards of heads that are running in this thread
 

@@ -14,7 +14,7 @@ from ...head_loss.output import Observed
 from ...linear_head import Linear
 from ...ranks.shard import VocabShard
 from ...spec import checked
-from . import calls
+from . import model_parts
 from .check import InstalledForward
 from .forward import named_arguments
 from .model_facts import (
@@ -103,7 +103,7 @@ class FusedHead(InstalledForward, Observed):
     """An installed fused head, as `fuse_head` returns it; a context manager that removes itself."""
 
     def __init__(self, model, head_loss, linear, shard, transform, observe, skip_logits):
-        wanted = calls.scalar_head_loss(head_loss), checked_linear(linear)
+        wanted = model_parts.scalar_head_loss(head_loss), checked_linear(linear)
         # until the check has passed: plain cross-entropy of any number of tokens, and never logits
         self.head_loss = HeadLoss(options=wanted[0].options)
         self.skip_logits: bool | None = True
@@ -119,19 +119,19 @@ class FusedHead(InstalledForward, Observed):
     def _forward(self, model, args, kwargs):
         given = named_arguments(self.stock_forward, model, args, kwargs)
         if given.get("labels") is None and given.get("shift_labels") is None:
-            if given.get("num_items_in_batch") is not None or calls.is_training(model):
-                raise ValueError(calls.LOST_LABELS)
+            if given.get("num_items_in_batch") is not None or model_parts.is_training(model):
+                raise ValueError(model_parts.LOST_LABELS)
             outputs = self.stock_forward(
                 model, *args, **{k: v for k, v in kwargs.items() if k != "head_inputs"}
             )
             if self.checked:  # during the check, the check itself says that no labels arrived
-                calls.refuse_columns(outputs, self.checked_shard)
+                model_parts.refuse_columns(outputs, self.checked_shard)
             return outputs
         _expect_own_loss(model)
         outputs = self._run_body(model, given)
         hidden, layer = outputs.last_hidden_state, output_layer(model)
-        head_loss = calls.with_ignore_index(self.head_loss, given.get("ignore_index"))
-        labels = calls.next_token_labels(
+        head_loss = model_parts.with_ignore_index(self.head_loss, given.get("ignore_index"))
+        labels = model_parts.next_token_labels(
             given.get("labels"), given.get("shift_labels"), head_loss.ignore_index
         )
         logits = None
@@ -149,7 +149,9 @@ class FusedHead(InstalledForward, Observed):
                 labels.to(hidden.device),
                 bias=layer.bias,
                 shard=call_shard(model, self.shard, self.linear, hidden),
-                denominator=calls.scalar_number(given.get("num_items_in_batch"), hidden.device),
+                denominator=model_parts.scalar_number(
+                    given.get("num_items_in_batch"), hidden.device
+                ),
                 transform=self.transform,
                 inputs=given.get("head_inputs"),
                 linear=self.linear,
@@ -169,6 +171,6 @@ class FusedHead(InstalledForward, Observed):
         shard, scale, softcap = self.checked_shard, self.transform.scale, self.transform.softcap
         if shard.world_size > 1 and logits.shape[-1] == shard.width and self.skip_logits is None:
             return None
-        calls.refuse_columns((logits,), shard)
+        model_parts.refuse_columns((logits,), shard)
         logits = logits if scale == 1 else logits * scale
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)

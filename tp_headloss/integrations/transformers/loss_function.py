@@ -14,7 +14,7 @@ from ...head_loss import HeadLoss, HeadLossOutput
 from ...head_loss.output import Observed
 from ...ranks.shard import VocabShard
 from ...spec import Instance, checked
-from . import calls
+from . import model_parts
 from .forward import FUSED, named_arguments
 from .model_facts import Model, installed_shard
 
@@ -124,9 +124,9 @@ def _check_call(model, args, kwargs, outputs) -> None:
             )
         return
     if given.get("num_items_in_batch") is not None:
-        raise ValueError(calls.LOST_LABELS)
-    if not calls.is_training(model):
-        calls.refuse_columns(outputs, loss.shard)
+        raise ValueError(model_parts.LOST_LABELS)
+    if not model_parts.is_training(model):
+        model_parts.refuse_columns(outputs, loss.shard)
         return
     logits, before = (
         outputs["logits"] if isinstance(outputs, Mapping) else outputs[0],
@@ -136,7 +136,7 @@ def _check_call(model, args, kwargs, outputs) -> None:
 
     def expect_loss(gradient):
         if loss.forwards - loss.calls > before:
-            raise ValueError(calls.LOST_LABELS)
+            raise ValueError(model_parts.LOST_LABELS)
 
     if logits.requires_grad:
         logits.register_hook(expect_loss)
@@ -151,7 +151,11 @@ class CausalLMShardLoss(Observed):
         shard: VocabShard,
         observe: Callable[[HeadLossOutput], None] | None = None,
     ):
-        self.head_loss, self.shard, self.observe = calls.scalar_head_loss(head_loss), shard, observe
+        self.head_loss, self.shard, self.observe = (
+            model_parts.scalar_head_loss(head_loss),
+            shard,
+            observe,
+        )
         self.forwards = 0  # calls of the model that need a loss
 
     def __call__(
@@ -167,11 +171,11 @@ class CausalLMShardLoss(Observed):
     ) -> torch.Tensor:
         if not is_dtensor(logits):
             self._expect_columns(logits.shape[-1])
-        head_loss = calls.with_ignore_index(self.head_loss, ignore_index)
-        labels = calls.next_token_labels(labels, shift_labels, head_loss.ignore_index).to(
+        head_loss = model_parts.with_ignore_index(self.head_loss, ignore_index)
+        labels = model_parts.next_token_labels(labels, shift_labels, head_loss.ignore_index).to(
             logits.device
         )
-        denominator = calls.scalar_number(num_items_in_batch, logits.device)
+        denominator = model_parts.scalar_number(num_items_in_batch, logits.device)
         out = head_loss(
             logits, labels, shard=self.shard, denominator=denominator, inputs=head_inputs
         )

@@ -29,7 +29,7 @@ from ...spec import (
     checked,
     sizes_of,
 )
-from ..rl_calls import IGNORED_LABEL, UNREDUCED_HIDDEN_GRAD
+from ..rl_tokens import IGNORED_LABEL, UNREDUCED_HIDDEN_GRAD
 
 PER_TOKEN, NUMBER = TensorLine("real numbers", None), NumberLine()
 # verl's value for temperatures that are not positive, such as the 0 of padding rows

@@ -12,9 +12,9 @@ from ..arguments.linear import Linear
 from ..arguments.options import Options
 from ..engine.operators import can_skip_dispatch
 from ..engine.request import Request, Tensors
-from ..linear_head.call import LinearCall
+from ..linear_head.request import LinearRequest
 from ..ranks.shard import VocabShard
-from .call import Call, expect_denominator
+from .checks import Call, expect_denominator
 from .definition import HeadLossDefinition
 from .linear_ways import LinearWay
 
@@ -147,7 +147,7 @@ def remember(kind: tuple | None, call: Call, request: Request):
         )
 
 
-def remember_linear(kind: tuple | None, call: Call, head: LinearCall, way: LinearWay):
+def remember_linear(kind: tuple | None, call: Call, head: LinearRequest, way: LinearWay):
     """Keep what the checks of a linear head's call found, and its way, unless it is of no kind."""
     if kind is None or call.total_weight is not None:
         return

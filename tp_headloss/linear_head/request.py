@@ -14,7 +14,7 @@ from ..call.given import Given
 from ..call.request_of import build_request
 from ..engine.request import Request, TeacherOperands, Tensors
 from ..ranks.shard import VocabShard
-from ..validation import operand_dtype, refuse_export
+from ..spec.checks import operand_dtype, refuse_export
 from . import blocks, epilogue
 from .autograd import LinearStatistics, MainGrad
 from .facts import LinearFacts
@@ -24,7 +24,7 @@ from .valid_tokens import picked_rows
 _log = logging.getLogger("tp_headloss")
 
 
-class LinearCall(NamedTuple):
+class LinearRequest(NamedTuple):
     """A validated call, as the sweeps take it, in one order of the tokens."""
 
     hidden: torch.Tensor  # [N, H], or [N/P, H]
@@ -34,7 +34,7 @@ class LinearCall(NamedTuple):
     facts: LinearFacts
 
     @classmethod
-    def checked(cls, given: Given) -> LinearCall:
+    def checked(cls, given: Given) -> LinearRequest:
         """Validate a call and bring its tensors into rows."""
         hidden, weight, linear, teacher = given.hidden, given.weight, given.linear, given.teacher
         _expect_options_of_a_linear_head(given)
@@ -67,7 +67,7 @@ class LinearCall(NamedTuple):
         facts = _linear_facts(dtype, weight, linear, request, has_epilogue)
         return cls(flat, weight, request, linear, facts)
 
-    def without_tensors(self, has_shard: bool) -> LinearCall:
+    def without_tensors(self, has_shard: bool) -> LinearRequest:
         """Return what `again` needs of a call, without its tensors, nor the shard if a caller gives
         it each time."""
         standin = Tensors(self.request.tensors.logits)
@@ -77,7 +77,7 @@ class LinearCall(NamedTuple):
         absent: Any = None
         return self._replace(hidden=absent, weight=absent, request=request)
 
-    def again(self, hidden, weight, labels, shard: VocabShard | None) -> LinearCall:
+    def again(self, hidden, weight, labels, shard: VocabShard | None) -> LinearRequest:
         """Return a call of the same kind with other tensors."""
         if self.linear.main_grad:
             expect_main_grad(weight)

@@ -24,8 +24,8 @@ from ..spec import (
     sizes_of,
 )
 from ..spec.aliases import hint
+from ..spec.checks import expect_dense, fits_fp32, is_number, refuse_float_labels, refuse_tokens
 from ..statistics import AT_IDS
-from ..validation import expect_dense, fits_fp32, is_number, refuse_float_labels, refuse_tokens
 from .definition import HeadLossDefinition
 from .evaluation import StatisticsFunction
 
