@@ -1,0 +1,140 @@
+"""Every way has the losses and the gradients of the general one."""
+
+import pytest
+import torch
+
+import tp_headloss as hl
+from tp_headloss.engine import ways
+from tp_headloss.head_loss import linear_ways
+
+N, V, H = 12, 256, 16
+# dtype of the logits -> how far the gradients of two ways may be apart, as a part of the largest
+NOISE = {torch.float32: 1e-5, torch.bfloat16: 2**-8}
+DTYPES = pytest.mark.parametrize("dtype", NOISE, ids=str)
+
+
+def focal(stats, advantages):
+    return -advantages * (1 - stats.log_prob.exp()) ** 2 * stats.log_prob
+
+
+FOCAL = hl.Term("focal", focal, inputs=("advantages",), tokenwise=True, pointwise=True)
+POLICY = (hl.PolicyGradient(), hl.KLToReference(0.1), hl.Entropy(-0.1))
+SMOOTHED = (hl.CrossEntropy(label_smoothing=0.1), hl.ZLoss(0.01))
+MEAN = hl.Term("own", lambda stats: stats.lse * stats.lse.mean())
+CASES = {
+    "cross-entropy": ((hl.CrossEntropy(),), {}),
+    "sum": ((hl.CrossEntropy(),), {"reduction": "sum"}),
+    "squares": ((hl.CrossEntropy(), hl.ZLoss(0.01)), {"metrics": ("entropy", "accuracy")}),
+    "label smoothing": (SMOOTHED, {}),
+    "policy": (POLICY, {"metrics": ("entropy",)}),
+    "own arithmetic": ((FOCAL,), {}),
+    "own PyTorch": ((MEAN,), {}),
+    "a loss per token": ((hl.CrossEntropy(),), {"reduction": "none"}),
+    "class weights": ((hl.CrossEntropy(class_weight=torch.linspace(0.5, 2, V)),), {}),
+    "a temperature per token": ((hl.CrossEntropy(),), {"transform": True}),
+}
+# Cases that the quicker ways serve; the others are the general one's and that of blocks.
+OF_STATISTICS = {"cross-entropy", "sum", "squares"}
+SERVED = {
+    "one read": OF_STATISTICS | {"label smoothing", "policy", "own arithmetic"},
+    "prepared": OF_STATISTICS,
+    "one sweep": CASES.keys() - {"own PyTorch", "a loss per token", "class weights"},
+    "epilogues": CASES.keys(),
+}
+
+
+def inputs_of(terms, generator, device):
+    names = dict.fromkeys(name for term in terms for name in term.inputs)
+    return {name: torch.randn(N, generator=generator).to(device) for name in names}
+
+
+def head_of(case, options=None):
+    terms, given = CASES[case]
+    given = {name: value for name, value in given.items() if name != "transform"}
+    return hl.HeadLoss(terms, options=options, **given)
+
+
+def problem(case, device):
+    """Random numbers, labels and the other arguments of a call."""
+    generator = torch.Generator().manual_seed(5)
+    labels = torch.randint(V, (N,), generator=generator)
+    labels[::5] = -100
+    terms, given = CASES[case]
+    arguments = {"labels": labels.to(device), "inputs": inputs_of(terms, generator, device)}
+    if "transform" in given:
+        temperature = 0.5 + torch.rand(N, generator=generator).to(device)
+        arguments["transform"] = hl.Transform(temperature=temperature)
+    return generator, arguments
+
+
+def results(call, *leaves):
+    """The loss, the metrics, and the gradients."""
+    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+    out = call(*leaves)
+    out.loss.sum().backward()
+    return out.loss.detach(), out.metrics, [leaf.grad for leaf in leaves]
+
+
+def expect_alike(found, expected, noise):
+    loss, metrics, gradients = found
+    assert torch.allclose(loss, expected[0], rtol=1e-5, atol=1e-6)
+    assert metrics.keys() == expected[1].keys()
+    for name, value in metrics.items():
+        assert torch.allclose(value, expected[1][name], rtol=1e-5, atol=1e-6), name
+    for gradient, other in zip(gradients, expected[2]):
+        largest = other.abs().max().item()
+        assert largest > 0
+        assert torch.allclose(gradient, other, rtol=noise, atol=noise * largest)
+
+
+@DTYPES
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("kind", ways.WAYS[:-1], ids=lambda kind: kind.name)
+def test_every_way_of_logits_has_the_results_of_the_general_one(
+    kind, case, dtype, device, monkeypatch
+):
+    generator, arguments = problem(case, device)
+    logits = (3 * torch.randn(N, V, generator=generator)).to(device, dtype)
+    is_here = kind is not ways.OneRead or (logits.is_cuda and dtype == torch.bfloat16)
+    is_served = is_here and case in SERVED[kind.name]
+    is_demanded = kind is ways.OneRead and is_served
+    found = {}
+    for taken, gradient in (kind, "forward" if is_demanded else "backward"), (ways.Way, "backward"):
+        monkeypatch.setattr(ways, "WAYS", (taken, ways.Way))
+        head = head_of(case, hl.Options(backend="triton", gradient=gradient))
+        explained = head.explain(logits.requires_grad_(), **arguments)
+        assert (explained.way == taken.name) == (is_served or taken is ways.Way), explained
+        if not is_served:
+            return
+        found[taken] = results(lambda x, head=head: head(x, **arguments), logits)
+    expect_alike(found[kind], found[ways.Way], NOISE[dtype])
+
+
+@DTYPES
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("kind", linear_ways.LINEAR_WAYS[:-1], ids=lambda kind: kind.name)
+def test_every_way_of_a_linear_head_has_the_results_of_blocks(
+    kind, case, dtype, device, monkeypatch
+):
+    generator, arguments = problem(case, device)
+    hidden = torch.randn(N, H, generator=generator).to(device, dtype)
+    weight = (0.4 * torch.randn(V, H, generator=generator)).to(device, dtype)
+    is_epilogue = kind is linear_ways.Epilogues
+    linear = hl.Linear(
+        mode="recompute" if is_epilogue else "auto",
+        exact_logits=is_epilogue and dtype == torch.bfloat16,
+    )
+    is_served = case in SERVED[kind.name] and (not is_epilogue or dtype == torch.bfloat16)
+    found = {}
+    for taken in (kind, linear_ways.Blocks):
+        monkeypatch.setattr(linear_ways, "LINEAR_WAYS", (taken, linear_ways.Blocks))
+        head = head_of(case, hl.Options(backend="triton"))
+        explained = head.explain_linear(hidden, weight, linear=linear, **arguments)
+        is_taken = is_served or taken is linear_ways.Blocks
+        assert (explained.way == taken.name) == is_taken, explained
+        if not is_served:
+            return
+        found[taken] = results(
+            lambda h, w, head=head: head.linear(h, w, linear=linear, **arguments), hidden, weight
+        )
+    expect_alike(found[kind], found[linear_ways.Blocks], 4 * NOISE[dtype])
