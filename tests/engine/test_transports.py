@@ -80,7 +80,7 @@ def test_symmetric_memory_is_refused_after_an_exchange_that_failed(failing, monk
     memory = object.__new__(symmetric_memory.SymmetricMemory)
     memory.slot, memory.buffer, memory.in_exchange = 1024, torch.zeros(2048), False
     memory.handle, memory.timeout_ms = SimpleNamespace(barrier=step("barrier")), 1
-    group = symmetric_memory._Group("group")
+    group = symmetric_memory._Group("pair", "group")
     group.memories = {False: [memory]}
     monkeypatch.setattr(memory, "_take_turns", lambda: None)
     monkeypatch.setattr(symmetric_memory, "load_backend", lambda _: backend)

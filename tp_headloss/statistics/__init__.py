@@ -102,6 +102,11 @@ def owners_of_rows(kind: str, families: tuple[Family, ...]) -> dict[str, Family]
     }
 
 
+def _without(left_out, names) -> list[str]:
+    """The names in their order, but for those that are left out."""
+    return [name for name in names if name not in left_out]
+
+
 class Layout:
     """The rows of one kind of call by name: packets, what the backward keeps, and what is
     reported."""
@@ -114,44 +119,39 @@ class Layout:
         student_sum = any(family.needs_student_sum(call) for family in self.families)
         self.call = call = call._replace(student_sum=student_sum)
         self.has_labels, self.want = has_labels, want
-        self.second = tuple(
-            row for name in self._rows("second_rows") for row in (name, f"{name}_mean")
-        )
+        second = self._rows("second_rows")
+        self.second = tuple([row for name in second for row in (name, f"{name}_mean")])
         self.needs_label_logits = any(family.needs_label_logits for family in self.families)
         self.packet = self._rows("packet_rows")
         self.merged = (*self._rows("merged_rows"), *self.second[1::2])
         self.values = (*self._rows("value_rows"), *self.second[::2])
-        self.flags = {
-            name: dtype for family in self.families for name, dtype in family.flags(call).items()
-        }
+        self.flags: dict[str, torch.dtype] = {}
+        for family in self.families:
+            self.flags |= family.flags(call)
         self.per_id = self._rows("per_id")  # of [N, K] ids each
         self.n_ids = n_ids if self.per_id else 0
         # the rows of the ids, which have no names, come last
         self.packet_height = len(self.packet) + self.n_ids
-        gradients = [name for family in self.families for name in family.gradients]
-        self.gradients = tuple(
-            name for name in gradients if name in self.values or name in self.per_id
-        )
+        self._set_outputs()
+
+    def _set_outputs(self):
+        """Set what follows from the names of values, flags and statistics of ids."""
         self.outputs = (*self.values, *self.flags, *self.per_id)
+        numbers = {*self.values, *self.per_id}
+        gradients = [name for family in self.families for name in family.gradients]
+        self.gradients = tuple([name for name in gradients if name in numbers])
         # target_logit's upstream gradient is lse's and log_prob's
         self.differentiable = frozenset((*self.gradients, "target_logit"))
         passing = [name for name in self.outputs if name in self.differentiable]
-        others = [
-            name for name in self.outputs if name not in self.differentiable and name != "owners"
-        ]
+        fixed = _without(self.differentiable, self.outputs)
         # fields of `VocabStatistics`, differentiable ones first
-        self.reported = (*passing, *others), len(passing)
-        self.fixed = tuple(
-            i for i, name in enumerate(self.outputs) if name not in self.differentiable
-        )
+        self.reported = (*passing, *_without({"owners"}, fixed)), len(passing)
+        self.fixed = tuple([self.outputs.index(name) for name in fixed])
         known = {name: i for i, name in enumerate((*self.outputs, "labels", "vocab_size"))}
-        self.registered = tuple(
-            name for name in known if name not in (*VocabStatistics._fields, "owners")
-        )
+        fields = VocabStatistics._fields
+        self.registered = tuple(_without({*fields, "owners"}, known))
         # (*outputs, labels, vocab_size, None) -> the fields of `VocabStatistics`
-        self.fields = operator.itemgetter(
-            *(known.get(name, -1) for name in VocabStatistics._fields)
-        )
+        self.fields = operator.itemgetter(*[known.get(name, -1) for name in fields])
 
     def _rows(self, kind: str) -> tuple[str, ...]:
         return tuple(

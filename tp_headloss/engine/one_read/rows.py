@@ -249,15 +249,21 @@ def _expression(node, names: dict, kinds: dict) -> tuple[str, str]:
     found = "".join(_kind(x, kinds) for x in operands)
     if name == "pow.Tensor_Scalar" and found == "fn":
         expression, result = POWERS.get(operands[1]), FLOAT
-    elif (name == "_to_copy.default" or name in SIZED) and dtype is not None:
-        expression, result = CASTS.get((found, dtype), (None, FLOAT))
     else:
-        expression, result = _meaning(name, found)
-        if dtype is not None and (dtype, result) != (torch.float32, FLOAT):
-            expression = None
+        expression, result = _meaning_as(dtype, name, found)
     if expression is None or keywords:
         raise _NotArithmetic(node.target)
     return expression.format(*[_operand(x, names) for x in operands]), result
+
+
+def _meaning_as(dtype: torch.dtype | None, name: str, kinds: str) -> tuple[str | None, str]:
+    """As `_meaning`, of an operation whose result has a dtype that was asked for."""
+    if dtype is not None and (name == "_to_copy.default" or name in SIZED):
+        return CASTS.get((kinds, dtype), (None, FLOAT))
+    expression, result = _meaning(name, kinds)
+    if dtype is None or (dtype, result) == (torch.float32, FLOAT):
+        return expression, result
+    return None, result
 
 
 def _meaning(name: str, kinds: str) -> tuple[str | None, str]:

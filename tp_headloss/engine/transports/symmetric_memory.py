@@ -16,6 +16,8 @@ from ..one_read.kernel import Memory, stream_after
 from ..request import Request
 from .transport import Transport
 
+FASTER_FROM = (9, 0)  # the compute capability of GPUs where it was faster
+
 _log = logging.getLogger("tp_headloss")
 
 
@@ -94,8 +96,8 @@ class _Group:
     """Symmetric memory of a group so far, all of it, because graphs may hold the oldest; or the
     obstacle to it."""
 
-    def __init__(self, group):
-        self.group, self.capability = group, (0, 0)
+    def __init__(self, name: str, group):
+        self.name, self.group, self.capability = name, group, (0, 0)
         self.obstacle: str | None = None
         # by whether it is for `one_read`; None: there is none for it
         self.memories: dict[bool, list[SymmetricMemory] | None] = {}
@@ -105,13 +107,57 @@ class _Group:
     def store(self) -> NumberedStore:
         return NumberedStore(self.group)
 
-    def tell(self, name: str):
+    def tell(self):
         """Warn, once, that there is an obstacle."""
         if not self.is_told:
             _log.warning(
-                "no symmetric memory for group %s, packets are gathered: %s", name, self.obstacle
+                "no symmetric memory for group %s, packets are gathered: %s",
+                self.name,
+                self.obstacle,
             )
         self.is_told = True
+
+    def made_before(self, numel: int, of_one_read: bool) -> SymmetricMemory | None:
+        """Return the newest memory if it has room for numel numbers."""
+        memories = self.memories.get(of_one_read)
+        if not memories or memories[-1].slot < numel:
+            return None
+        if memories[-1].in_exchange:
+            raise RuntimeError(
+                f"an earlier exchange of group {self.name} failed on this rank in the "
+                "middle, so its ranks no longer agree about their symmetric memory: make a new "
+                "process group, or use transport='gather'"
+            )
+        return memories[-1]
+
+    def make(self, numel: int, device: torch.device) -> SymmetricMemory | None:
+        """Make memory on all ranks. None, and there is an obstacle, if one of them has none."""
+        made: list[SymmetricMemory] = []
+        with torch.cuda.device(device):
+            # apart, because a rank that has no memory must not leave the others waiting for it in
+            # the rendezvous
+            for step in (
+                lambda: made.append(SymmetricMemory(numel, device)),
+                lambda: made[0].join(self.group, self.store),
+            ):
+                self.obstacle = self.obstacle or _first_failure(step, self.group)
+        return None if self.obstacle else made[0]
+
+    def keep(self, memory: SymmetricMemory, of_one_read: bool) -> SymmetricMemory | None:
+        """Keep memory for later calls. None if it is for one read, and a rank has no kernel."""
+        if of_one_read:
+            with torch.cuda.device(memory.buffer.device):
+                reason = _first_failure(lambda: memory.serve_one_read(self.group), self.group)
+            if reason:
+                _log.warning(
+                    "no launch that reads each logit once for group %s, two instead: %s",
+                    self.name,
+                    reason,
+                )
+                self.memories[of_one_read] = None
+                return None
+        self.memories.setdefault(of_one_read, []).append(memory)
+        return memory
 
 
 _groups: dict[str, _Group] = {}
@@ -121,6 +167,22 @@ def obstacle(group_name: str) -> str | None:
     """Return why a group has no symmetric memory, None if it has some."""
     known = _groups.get(group_name)
     return "no call has looked for it" if known is None else known.obstacle
+
+
+def _group_of(name: str, device: torch.device) -> _Group | None:
+    """Return what is known of a group, after its ranks have agreed when it is first seen; None:
+    they cannot now."""
+    group, known = resolve_process_group(name), _groups.get(name)
+    if known is not None and known.group is group:
+        return known
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    gone = [other for other, known in _groups.items() if not is_live_group(known.group, other)]
+    for other in gone:
+        del _groups[other]  # and the memory of a group that was destroyed
+    known = _groups[name] = _Group(name, group)
+    known.obstacle, known.capability = _obstacle_and_capability(group, device)
+    return known
 
 
 def find_symmetric_memory(
@@ -137,54 +199,23 @@ def find_symmetric_memory(
     facts, logits = request.facts, request.tensors.logits
     if facts.world_size == 1 or not load_backend(facts.backend).shares_memory(logits):
         return None
-    group_name, device = facts.group_name, logits.device
-    numel = math.prod(request.packets_shape) if numel is None else numel
-    group = resolve_process_group(group_name)
-    known = _groups.get(group_name)
-    if known is None or known.group is not group:
-        if torch.cuda.is_current_stream_capturing():
-            return None
-        for name in [
-            name for name, other in _groups.items() if not is_live_group(other.group, name)
-        ]:
-            del _groups[name]  # and the memory of a group that was destroyed
-        known = _groups[group_name] = _Group(group)
-        known.obstacle, known.capability = _obstacle_and_capability(group, device)
+    known = _group_of(facts.group_name, logits.device)
+    if known is None:
+        return None
     if known.obstacle and facts.transport == "symm_mem":
-        known.tell(group_name)
-    if known.obstacle or (facts.transport == "auto" and known.capability < (9, 0)):
+        known.tell()
+    if known.obstacle or (facts.transport == "auto" and known.capability < FASTER_FROM):
         return None
-    found = known.memories.setdefault(of_one_read, [])
-    if found and found[-1].slot >= numel:
-        if found[-1].in_exchange:
-            raise RuntimeError(
-                f"an earlier exchange of group {group_name} failed on this rank in the middle, so "
-                "its ranks no longer agree about their symmetric memory: make a new process group, "
-                "or use transport='gather'"
-            )
-        return found[-1]
-    if found is None or torch.cuda.is_current_stream_capturing():
+    numel = math.prod(request.packets_shape) if numel is None else numel
+    found = known.made_before(numel, of_one_read)
+    has_none = of_one_read in known.memories and known.memories[of_one_read] is None
+    if found is not None or has_none or torch.cuda.is_current_stream_capturing():
+        return found
+    made = known.make(numel, logits.device)
+    if made is None:
+        known.tell()
         return None
-    memories: list[SymmetricMemory] = []
-    with torch.cuda.device(device):
-        # apart, because a rank that has no memory must not leave the others waiting for it in the
-        # rendezvous
-        for step in (
-            lambda: memories.append(SymmetricMemory(numel, device)),
-            lambda: memories[0].join(group, known.store),
-        ):
-            known.obstacle = known.obstacle or _first_failure(step, group)
-    if known.obstacle:
-        known.tell(group_name)
-        return None
-    if of_one_read and (reason := _first_failure(lambda: memories[0].serve_one_read(group), group)):
-        _log.warning(
-            "no launch that reads each logit once for group %s, two instead: %s", group_name, reason
-        )
-        known.memories[of_one_read] = None
-        return None
-    found += memories
-    return memories[0]
+    return known.keep(made, of_one_read)
 
 
 def _first_failure(step, group) -> str | None:
