@@ -1,4 +1,14 @@
-"""The autograd bridges from logits to statistics, and between ranks."""
+"""The autograd bridges from logits to statistics, and between ranks.
+
+`Statistics` is one node for all statistics of a call and for its loss. It has to be one, because a
+single kernel writes the gradient of all of them; autograd alone would add up one gradient of the
+logits' size for each. Its backward is called once, with the upstream gradients of whatever was
+used. If that is the loss alone, the way of the call may know a quicker gradient; otherwise the
+upstream gradients of the statistics are found here, and the general kernel multiplies by them.
+
+Nothing is exchanged in a backward: each rank's part of the gradient needs its own logits and the
+merged rows, which all ranks have after the forward.
+"""
 
 import torch
 

@@ -1,5 +1,12 @@
 """Forward and backward over materialised logits, including the exchanges. Used by the operators and
-the linear head."""
+the linear head.
+
+A forward is: every rank reads its logits and writes packets, a few numbers for each token; the
+transport brings all ranks' packets to every rank; a merge joins them in one order. It is the only
+exchange of most calls. Two statistics need more. A rank that is counted compares logits with the
+label's, which one rank has: a sum over ranks, before. And a divergence from a mixture of two
+distributions needs both of their normalisers first: a second exchange of packets, after.
+"""
 
 from typing import NamedTuple
 

@@ -1,5 +1,15 @@
-"""The ways of `HeadLoss.linear`: recompute makes the logits twice, one sweep has gradients in the
-forward."""
+"""The ways of `HeadLoss.linear`: hidden states and a weight in the place of logits.
+
+Logits of all tokens would be the largest tensor of a training step, so that no way stores them.
+Recompute (epilogues, blocks) keeps a few numbers for each token and makes the logits again in the
+backward: four matrix products, and any loss. One sweep has each block's gradient before it makes
+the next block, three products; for that the loss must be a sum over tokens whose upstream gradient
+is one number, which is multiplied in afterwards.
+
+All ranks of a group must take the same way, since each exchanges something else. So ways are chosen
+from facts that ranks share, and `linear_way_of` is the only place that chooses. What can only be
+found out while it runs, a term that is not what it said, ends a sweep on all ranks alike.
+"""
 
 from __future__ import annotations
 

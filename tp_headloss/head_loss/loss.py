@@ -1,5 +1,15 @@
 """`HeadLoss`: weighted terms over one set of statistics, with one pass over the logits and one
-denominator."""
+denominator.
+
+A call has three parts. First it becomes a `Request`: its arguments are checked and placed, or it is
+found to be of a kind that was checked before. Then `engine.ways`, or `linear_ways` for hidden
+states and a weight, computes the statistics that all terms and metrics want together, which is
+where the ranks exchange something. Last, terms and metrics are evaluated on the statistics and
+summed.
+
+The parts follow each other here and nowhere else. A definition is frozen, and a change of an
+attribute makes a new one, so that what is remembered of its calls never has to be taken back.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
 """Calls of logits, or of hidden states and a weight, labels and inputs per token: checked once per
 kind.
 
-The checks of such a call read metadata alone. Their result is remembered by that metadata, so that
-the next call of the same kind begins with its kernels. What is remembered holds neither a tensor of
-a call nor a process group.
+The checks of such a call read metadata alone, and take longer on the host than small kernels on the
+device. Their result is remembered by that metadata, so that the next call of the same kind begins
+with its kernels. What is remembered holds neither a tensor of a call nor a process group, so that
+it keeps nothing alive; and it is valid for every later call of its kind, whatever was called
+between. A call whose checks read values, or whose arguments are not plain, is never remembered.
 """
 
 import torch

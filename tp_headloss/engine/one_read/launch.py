@@ -1,5 +1,10 @@
-"""The launch of `one_read.cu`: how rows are cut, its arguments, and what calls of one kind
-share."""
+"""The launch of `one_read.cu`: how rows are cut, its arguments, and what calls of one kind share.
+
+A launch has more than fifty arguments, most of them the same for all calls of a kind. `Kind` works
+these out once; a call copies the struct and fills in addresses. All outputs are allocated before
+the launch, whose programs write to them while others still read logits: nothing can be allocated,
+or decided on the host, between the statistics and the gradient.
+"""
 
 from __future__ import annotations
 
