@@ -69,8 +69,9 @@ def test_a_gradient_that_was_not_foreseen_is_written(loss, weighted, width, vali
     request, reduction, merged, values, inverse, expected = forward(
         device, *LOSSES[loss], weighted, width, valid
     )
-    late = LateGradient(request, reduction.plan, False, reduction.weight)
-    logits, labels = request.tensors[:2]
+    logits = request.tensors.logits
+    strides = torch.empty_like(logits).stride()
+    late = LateGradient(request, reduction.plan, False, reduction.weight, strides)
     for given, written_for in itertools.product(UPSTREAM, (math.nan, 1.0, 0.0, -3.0, math.inf)):
         pair = torch.stack([inverse, torch.tensor(written_for, dtype=torch.float64, device=device)])
         gradient = torch.full_like(logits, 7.0)  # which a forward would not write
@@ -78,8 +79,7 @@ def test_a_gradient_that_was_not_foreseen_is_written(loss, weighted, width, vali
         late(
             gradient,
             record(device),
-            logits,
-            labels,
+            request.tensors,
             merged,
             reduction.weight,
             pair,
@@ -99,7 +99,8 @@ def test_slopes_of_a_row_function_are_taken(device):
     slopes = torch.zeros(len(TERMS), ROWS, device=device)
     slopes[TERMS.index("log_prob")], slopes[TERMS.index("entropy")] = -1.0, -0.2
     slopes[:, 1] = math.nan  # of the ignored token, which nobody reads
-    late = LateGradient(request, reduction.plan, True, reduction.weight)
+    strides = torch.empty_like(request.tensors.logits).stride()
+    late = LateGradient(request, reduction.plan, True, reduction.weight, strides)
     for given in (0.5, 0.0, -2.0):
         pair, upstream = (
             torch.stack([inverse, inverse.new_tensor(math.nan)]),
@@ -109,7 +110,7 @@ def test_slopes_of_a_row_function_are_taken(device):
         late(
             gradient,
             record(device),
-            *request.tensors[:2],
+            request.tensors,
             merged,
             reduction.weight,
             pair,
@@ -127,11 +128,10 @@ class Steps:
         self.request, reduction, self.merged, self.values, self.inverse, _ = forward(
             device, *LOSSES["cross-entropy"]
         )
-        self.late, self.record = (
-            LateGradient(self.request, reduction.plan, False, None),
-            record(device),
-        )
         self.gradient = torch.empty_like(self.request.tensors.logits)
+        strides = self.gradient.stride()
+        self.late = LateGradient(self.request, reduction.plan, False, None, strides)
+        self.record = record(device)
 
     def take(self, upstream):
         """-> bytes of a logit that a step moves: 4, 6 as two launches do, or 8."""
@@ -141,8 +141,8 @@ class Steps:
         pair = torch.stack(
             [self.inverse, self.inverse.new_tensor(foreseen if is_written else math.nan)]
         )
-        given, tensors = self.inverse.new_tensor(upstream).float(), self.request.tensors[:2]
-        self.late(self.gradient, self.record, *tensors, self.merged, None, pair, self.values, given)
+        given, tensors = self.inverse.new_tensor(upstream).float(), self.request.tensors
+        self.late(self.gradient, self.record, tensors, self.merged, None, pair, self.values, given)
         return (
             6
             if not is_written

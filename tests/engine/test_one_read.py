@@ -1,6 +1,7 @@
 """Options(gradient="forward"): the loss and its gradient from one launch that reads each logit
 once."""
 
+import dataclasses
 import functools
 import math
 import os
@@ -162,6 +163,27 @@ CASES = {
     "squared entropies": {
         "terms": (hl.Term("own", StatisticValue("entropy", square=True), 0.2), hl.ZLoss(0.01))
     },
+    "a temperature": {
+        "transform": hl.Transform(temperature=0.7),
+        "metrics": ("accuracy", "entropy", "lse"),
+    },
+    "a scale": {
+        "terms": (hl.CrossEntropy(label_smoothing=0.1), hl.ZLoss(0.01), hl.Entropy(-0.1)),
+        "transform": hl.Transform(scale=0.0625),
+    },
+    "temperatures": {
+        "terms": (hl.CrossEntropy(), hl.Entropy(-0.1)),
+        "transform": hl.Transform(temperature=torch.tensor([0.7, math.nan, 1.0, 1.3, 0.2, 3.0])),
+        "metrics": ("accuracy",),
+    },
+    "GRPO at temperatures": {
+        "terms": (hl.PolicyGradient("clip", clip=(0.2, 0.28)), hl.KLToReference(0.05)),
+        "metrics": ("entropy", hl.PolicyMetrics(reference=True)),
+        "inputs": POLICY,
+        "transform": hl.Transform(
+            scale=1.5, temperature=torch.tensor([0.7, 1.0, 1.0, 1.3, 0.2, 3.0])
+        ),
+    },
 }
 
 
@@ -175,13 +197,72 @@ def test_losses_and_gradients_are_those_of_two_launches(case, width, device):
     logits[4, ::3] = -math.inf
     given = {name: moved(x, device) for name, x in CASES[case].items()}
     noise = 1e-30
-    if "entropies" in case or "smoothing" in case:  # parts that cancel
+    cancels = "entropies", "smoothing", "a scale", "temperatures"
+    if [name for name in cancels if name in case]:
         noise = 1e-6 * (logits.float().softmax(-1).nan_to_num() + 1 / width)
-    expect_alike(
-        steps(IN_FORWARD, logits, labels, **given),
-        steps(IN_BACKWARD, logits, labels, **given),
-        noise,
-    )
+    for dtype in (torch.bfloat16, torch.float16):
+        logits = logits.to(dtype)
+        expect_alike(
+            steps(IN_FORWARD, logits, labels, **given),
+            steps(IN_BACKWARD, logits, labels, **given),
+            noise if dtype == torch.bfloat16 else noise + 2**-24,
+        )
+
+
+@on_hopper
+@pytest.mark.parametrize("temperature", [0.0, -1.0, math.inf, 1e-38, 1e38])
+def test_a_bad_temperature_makes_its_row_nan_alone(temperature, device):
+    logits, labels = problem(device)
+    temperatures = torch.ones(N, device=device)
+    temperatures[3] = temperature
+    given = {"transform": hl.Transform(temperature=temperatures)}
+    one, two = (steps(options, logits, labels, **given) for options in (IN_FORWARD, IN_BACKWARD))
+    assert torch.equal(one[1].isnan().all(1), two[1].isnan().all(1))
+    others = [0, 1, 2, 4, 5]
+    assert torch.allclose(one[1][others].float(), two[1][others].float(), rtol=2**-7, atol=1e-30)
+
+
+@on_hopper
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("width, stride", [(700, 704), (701, 704), (8, 16), (1, 8), (50257, 50304)])
+def test_rows_may_have_gaps(width, stride, inplace, device):
+    """The gradient has the logits' shape, and nothing is written into the gaps."""
+    wide, labels = problem(device, stride)
+    labels = torch.where(labels == IGNORED, IGNORED, labels % width)
+    wide[:, width:] = math.nan
+    logits = wide[:, :width]
+    if inplace:
+        options = hl.Options(gradient="forward", inplace=True)
+        with pytest.raises(ValueError, match="needs contiguous logits"):
+            hl.HeadLoss(options=options)(logits.requires_grad_(), labels)
+        return
+    head = hl.HeadLoss(options=IN_FORWARD)
+    for _ in range(2):
+        leaf = wide.clone().requires_grad_()
+        out = head(leaf[:, :width], labels)
+        out.loss.backward()
+        expected = steps(IN_BACKWARD, logits.contiguous(), labels, terms=[hl.CrossEntropy()])
+        assert not leaf.grad[:, width:].any()
+        expect_alike((out, leaf.grad[:, :width]), expected[:2])
+
+
+@on_hopper
+@pytest.mark.parametrize("upstream", [1.0, 0.5, 0.0])
+def test_late_gradients_know_temperatures_and_gaps(upstream, device):
+    """Upstream gradients that no forward foresees."""
+    wide, labels = problem(device, 1024)
+    labels = torch.where(labels == IGNORED, IGNORED, labels % 701)
+    heads = [hl.HeadLoss(options=options) for options in (IN_FORWARD, IN_BACKWARD)]
+    for seed in range(3):  # each call has temperatures of its own
+        temperature = 0.5 + torch.rand(N, generator=torch.Generator().manual_seed(seed)).to(device)
+        transform = hl.Transform(temperature=temperature)
+        found = []
+        for head in heads:
+            leaf = wide.clone().requires_grad_()
+            out = head(leaf[:, :701], labels, transform=transform)
+            ((upstream + seed) * out.loss).backward()
+            found.append((out, leaf.grad))
+        expect_alike(*found)
 
 
 @on_hopper
@@ -224,16 +305,14 @@ def test_logits_may_have_any_size(size, device):
 
 
 @on_hopper
-@pytest.mark.parametrize("width, size", [(704, 700), (1024, 700), (768, 250)])
+@pytest.mark.parametrize(
+    "width, size", [(704, 700), (1024, 700), (768, 250), (151936, 151665), (9000, 8), (16384, 1)]
+)
 def test_padding_has_no_part(width, size, device):
     logits, labels = problem(device, width)
     logits[:, size:] = math.nan
     labels = torch.where(labels == IGNORED, IGNORED, labels % size)
     given = {"shard": hl.VocabShard(0, width, size)}
-    if width > 8 * canonical_chunk_size(size):
-        with pytest.raises(ValueError, match="contiguous logits"):
-            steps(IN_FORWARD, logits, labels, **given)
-        return
     one = steps(IN_FORWARD, logits, labels, **given)
     expect_alike(one, steps(IN_BACKWARD, logits, labels, **given))
     assert not one[1][:, size:].any() and not one[1][1].any()
@@ -368,14 +447,8 @@ def test_losses_on_statistics_besides_it_take_the_other_path(device):
 
 
 REFUSED = {
-    "a temperature": (
-        dict(transform=hl.Transform(temperature=2.0)),
-        "without a scale, softcap or temperature",
-    ),
-    "temperatures": (
-        dict(transform=hl.Transform(temperature=torch.ones(N))),
-        "without a scale, softcap or temperature",
-    ),
+    "a softcap": (dict(transform=hl.Transform(softcap=30.0)), "without a softcap"),
+    "a negative scale": (dict(transform=hl.Transform(scale=-1.0)), "and a positive scale"),
     "a bias": (dict(transform=hl.Transform(bias=torch.zeros(V))), "logits without a bias"),
     "a collision": (
         dict(terms=(hl.CrossEntropy(), hl.Term("own", StatisticValue("collision")))),
@@ -421,7 +494,10 @@ REFUSED = {
         "got .*'forward_kl'",
     ),
     "no reduction": (dict(reduction="none"), "terms that are pointwise"),
-    "fp32": (dict(dtype=torch.float32), "bfloat16 logits on a GPU, got torch.float32 on"),
+    "fp32": (
+        dict(dtype=torch.float32),
+        "bfloat16 or float16 logits on a GPU, got torch.float32 on",
+    ),
 }
 
 
@@ -437,8 +513,8 @@ def moved(x, device):
         return x(device)
     if isinstance(x, hl.Transform):
         tensors = {name: getattr(x, name) for name in ("bias", "temperature")}
-        return hl.Transform(
-            **{n: t.to(device) if isinstance(t, torch.Tensor) else t for n, t in tensors.items()}
+        return dataclasses.replace(
+            x, **{n: t.to(device) for n, t in tensors.items() if isinstance(t, torch.Tensor)}
         )
     return x
 
@@ -467,7 +543,7 @@ def test_what_was_found_for_aligned_logits_is_not_taken_for_others(device):
         head(logits.clone().requires_grad_(), labels).loss.backward()
         # of the same kind but for that
         shifted = memory[1:].view_as(logits).copy_(logits).detach().requires_grad_()
-        with pytest.raises(ValueError, match="contiguous logits whose width is a multiple of 8"):
+        with pytest.raises(ValueError, match="rows that begin at multiples of 16 bytes"):
             head(shifted, labels)
 
 
@@ -520,7 +596,8 @@ def test_leaves_depend_on_the_vocabulary_alone(vocab_size):
 @on_hopper
 @pytest.mark.parametrize("architecture", ["sm_90", "sm_100"])
 @pytest.mark.parametrize(
-    "flags", [(), ("ENTROPY",), ("ARGMAX",), ("ENTROPY", "ARGMAX", "TOTAL", "TERM")]
+    "flags",
+    [(), ("ENTROPY",), ("ARGMAX",), ("ENTROPY", "ARGMAX", "TOTAL", "ENTROPY_TERM"), ("HALF",)],
 )
 def test_the_kernel_compiles_for_gpus_that_are_not_here(flags, architecture, device):
     library = one_read_kernel.kernel_of(torch.device(device, 0)).library

@@ -43,14 +43,19 @@ def compiled(folder, source, *options):
     return subprocess.run(command, cwd=folder, capture_output=True, text=True).stderr
 
 
-@pytest.fixture(scope="module")
-def host(tmp_path_factory):
+def library(folder, *more_flags):
     """The functions of `node.cpp`, compiled with every optional statistic."""
-    folder = tmp_path_factory.mktemp("node")
-    flags = "-DENTROPY", "-DARGMAX", "-DTOTAL", "-DTERM"
+    flags = "-DENTROPY", "-DARGMAX", "-DTOTAL", "-DENTROPY_TERM", *more_flags
     options = "-O1", "-fPIC", "-shared", "-o", "node.so"
     assert compiled(folder, (HOST / "node.cpp").read_text(), *flags, *options) == ""
-    return ctypes.CDLL(str(folder / "node.so"))
+    found = ctypes.CDLL(str(folder / "node.so"))
+    assert found.size_of_node() == NODE.itemsize
+    return found
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory):
+    return library(tmp_path_factory.mktemp("node"))
 
 
 def pointer(array):
@@ -58,13 +63,13 @@ def pointer(array):
     return array.ctypes.data_as(ctypes.c_void_p)
 
 
-def joined(host, a, b):
+def joined(host, a, b, scale=1.0):
     found = np.empty_like(a)
-    host.joins(pointer(a), pointer(b), pointer(found), len(a))
+    host.joins(pointer(a), pointer(b), pointer(found), len(a), ctypes.c_float(scale))
     return found
 
 
-def node_of(z, first=0):
+def node_of(z, first=0, scale=1.0):
     """The node of logits in float64, whose ids begin at `first`."""
     z = np.asarray(z, dtype=np.float64)
     if (z == -np.inf).all():  # or there is none
@@ -72,7 +77,7 @@ def node_of(z, first=0):
         return np.array((-np.inf, 0, 0, 0, 0, index), dtype=NODE)
     top = -np.inf if np.isnan(z).all() else np.nanmax(z)
     with np.errstate(invalid="ignore"):
-        drop = np.where(z == -np.inf, -np.inf, z - top)
+        drop = np.where(z == -np.inf, -np.inf, scale * (z - top))
         p = np.exp(drop)
         moment = np.where(z == -np.inf, 0.0, p * np.maximum(drop, -1e30)).sum()
     index = first + int(np.argmax(z == top))
@@ -104,16 +109,16 @@ def rows():
     return [*found, ties, huge, [np.zeros(0)] * 3, [np.full(2, -np.inf)] * 3]
 
 
-def parts_and_whole(all_rows):
+def parts_and_whole(all_rows, scale=1.0):
     """Nodes of the three parts of rows, and of the whole rows."""
     parts = [[], [], []]
     whole = []
     for row in all_rows:
         first = 0
         for nodes, z in zip(parts, row):
-            nodes.append(node_of(z, first))
+            nodes.append(node_of(z, first, scale))
             first += len(z)
-        whole.append(node_of(np.concatenate(row)))
+        whole.append(node_of(np.concatenate(row), scale=scale))
     return *(np.array(nodes, dtype=NODE) for nodes in parts), np.array(whole, dtype=NODE)
 
 
@@ -141,11 +146,16 @@ def test_both_orders_of_a_join_have_the_same_bits(host):
         expect_same_bits(joined(host, x, y), joined(host, y, x))
 
 
+SCALES = pytest.mark.parametrize("scale", [1.0, 0.3, 1 / 0.7, 25.0])
+
+
 @needs_compiler
-def test_any_tree_of_joins_agrees_with_float64(host):
-    a, b, c, whole = parts_and_whole(rows())
-    left = joined(host, joined(host, a, b), c)
-    right = joined(host, a, joined(host, b, c))
+@SCALES
+def test_any_tree_of_joins_agrees_with_float64(scale, host):
+    scale = float(np.float32(scale))
+    a, b, c, whole = parts_and_whole(rows(), scale)
+    left = joined(host, joined(host, a, b, scale), c, scale)
+    right = joined(host, a, joined(host, b, c, scale), scale)
     for found in (left, right):
         for name in ("max", "count"):
             np.testing.assert_array_equal(found[name], whole[name], err_msg=name)
@@ -201,40 +211,64 @@ def labelled_rows():
 
 
 @needs_compiler
-def test_a_solved_row_agrees_with_float64(host):
+@SCALES
+def test_a_solved_row_agrees_with_float64(scale, host):
     cases = list(labelled_rows())
     assert len(cases) > 200
-    for z, label in cases:
-        node = node_of(np.delete(z, label)).reshape(1)
-        logit = np.array([z[label]], dtype=np.float32)
+    scale = float(np.float32(scale))
+    for logits, label in cases:
+        node = node_of(np.delete(logits, label), scale=scale).reshape(1)
+        logit = np.array([logits[label]], dtype=np.float32)
         found = np.empty(5)
-        host.solves(pointer(node), pointer(logit), pointer(found), 1)
+        host.solves(pointer(node), pointer(logit), pointer(found), 1, ctypes.c_float(scale))
+        z = scale * logits
         expected = statistics_in_float64(z, label)
         noise = 1e-6 * (1 + np.abs(z[z > -np.inf]).sum())
         np.testing.assert_allclose(found, expected, rtol=1e-6, atol=noise)
 
 
 @needs_compiler
+@SCALES
 @pytest.mark.parametrize(
     "by", [(1, 0, 0, 0), (0, -1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 0.25), (0.1, -1, 0.2, -0.01)]
 )
-def test_gradients_agree_with_float64(host, by):
-    by = np.array(by, dtype=np.float32)
-    for z, label in labelled_rows():
-        node = node_of(np.delete(z, label)).reshape(1)
-        logits = z.astype(np.float32)
-        found = np.empty(len(z) + 1, dtype=np.float32)
-        logit = ctypes.c_float(z[label])
-        host.gradients(pointer(node), logit, pointer(by), pointer(logits), pointer(found), len(z))
+def test_gradients_agree_with_float64(scale, by, host):
+    by, scale = np.array(by, dtype=np.float32), float(np.float32(scale))
+    for exact, label in labelled_rows():
+        node = node_of(np.delete(exact, label), scale=scale).reshape(1)
+        logits = exact.astype(np.float32)
+        found = np.empty(len(exact) + 1, dtype=np.float32)
+        host.gradients(
+            pointer(node),
+            ctypes.c_float(exact[label]),
+            pointer(by),
+            pointer(logits),
+            pointer(found),
+            len(exact),
+            ctypes.c_float(scale),
+        )
+        z = scale * exact
         lse, _, entropy, *_ = statistics_in_float64(z, label)
         p = np.exp(z - lse)
         with np.errstate(invalid="ignore"):
             log_p = np.where(p > 0, z - lse, 0)
         expected = (by[0] - by[1]) * p - by[2] * p * (log_p + entropy) + by[3] * (z > -np.inf)
         expected[label] += by[1]
+        expected *= scale
         found[label] = found[-1]
-        noise = 1e-6 * np.abs(z[z > -np.inf]).max() + 3e-6
+        noise = max(1, scale) * (1e-6 * np.abs(z[z > -np.inf]).max() + 3e-6)
         np.testing.assert_allclose(found[:-1], expected, rtol=1e-4, atol=noise)
+
+
+@needs_compiler
+@pytest.mark.parametrize("flag, dtype", [("-DHALF", np.float16), ("-DBF16", None)])
+def test_logits_are_the_numbers_of_their_bits(flag, dtype, tmp_path):
+    bits = np.arange(1 << 16, dtype=np.uint32) << 16
+    found = np.empty(1 << 16, dtype=np.float32)
+    library(tmp_path, flag).highs(pointer(bits), pointer(found), len(bits))
+    halves = (bits >> 16).astype(np.uint16)
+    expected = bits.view(np.float32) if dtype is None else halves.view(dtype).astype(np.float32)
+    np.testing.assert_array_equal(found, expected)
 
 
 ARGUMENT = '#include "ptx.cuh"\n#include "params.cuh"\n'

@@ -30,13 +30,14 @@ CASES = {
     "own arithmetic": ((FOCAL,), {}),
     "own PyTorch": ((MEAN,), {}),
     "a loss per token": ((hl.CrossEntropy(),), {"reduction": "none"}),
-    "class weights": ((hl.CrossEntropy(class_weight=torch.linspace(0.5, 2, V)),), {}),
+    "class weights": ((hl.CrossEntropy(),), {"class_weight": torch.linspace(0.5, 2, V)}),
     "a temperature per token": ((hl.CrossEntropy(),), {"transform": True}),
 }
 # Cases that the quicker ways serve; the others are the general one's and that of blocks.
 OF_STATISTICS = {"cross-entropy", "sum", "squares"}
 SERVED = {
-    "one read": OF_STATISTICS | {"label smoothing", "policy", "own arithmetic"},
+    "one read": OF_STATISTICS
+    | {"label smoothing", "policy", "own arithmetic", "a temperature per token"},
     "prepared": OF_STATISTICS,
     "one sweep": CASES.keys() - {"own PyTorch", "a loss per token", "class weights"},
     "epilogues": CASES.keys(),
@@ -48,10 +49,12 @@ def inputs_of(terms, generator, device):
     return {name: torch.randn(N, generator=generator).to(device) for name in names}
 
 
-def head_of(case, options=None):
+def head_of(case, device, options):
     terms, given = CASES[case]
-    given = {name: value for name, value in given.items() if name != "transform"}
-    return hl.HeadLoss(terms, options=options, **given)
+    if "class_weight" in given:
+        terms = [hl.CrossEntropy(class_weight=given["class_weight"].to(device))]
+    others = {name: given[name] for name in ("metrics", "reduction") if name in given}
+    return hl.HeadLoss(terms, options=options, **others)
 
 
 def problem(case, device):
@@ -101,7 +104,7 @@ def test_every_way_of_logits_has_the_results_of_the_general_one(
     found = {}
     for taken, gradient in (kind, "forward" if is_demanded else "backward"), (ways.Way, "backward"):
         monkeypatch.setattr(ways, "WAYS", (taken, ways.Way))
-        head = head_of(case, hl.Options(backend="triton", gradient=gradient))
+        head = head_of(case, device, hl.Options(backend="triton", gradient=gradient))
         explained = head.explain(logits.requires_grad_(), **arguments)
         assert (explained.way == taken.name) == (is_served or taken is ways.Way), explained
         if not is_served:
@@ -128,7 +131,7 @@ def test_every_way_of_a_linear_head_has_the_results_of_blocks(
     found = {}
     for taken in (kind, linear_ways.Blocks):
         monkeypatch.setattr(linear_ways, "LINEAR_WAYS", (taken, linear_ways.Blocks))
-        head = head_of(case, hl.Options(backend="triton"))
+        head = head_of(case, device, hl.Options(backend="triton"))
         explained = head.explain_linear(hidden, weight, linear=linear, **arguments)
         is_taken = is_served or taken is linear_ways.Blocks
         assert (explained.way == taken.name) == is_taken, explained

@@ -383,14 +383,15 @@ def call_late_gradient(head, logits, labels, token_weight, denominator):
     )
     for has_slopes in (False, True):
         if has_slopes or reduction.plan.gradients is not None:
-            late = LateGradient(request, reduction.plan, has_slopes, reduction.weight)
+            strides = logits.grad.stride()
+            late = LateGradient(request, reduction.plan, has_slopes, reduction.weight, strides)
             values = (
                 torch.zeros(len(TERMS_OF_ONE_READ), len(labels))
                 if has_slopes
                 else [row] * len(head.terms)
             )
-            tensors = *request.tensors[:2], merged, reduction.weight, inverse, values
-            late(logits.grad, forecast, *tensors, torch.zeros(()))
+            saved = merged, reduction.weight, inverse, values
+            late(logits.grad, forecast, request.tensors, *saved, torch.zeros(()))
 
 
 def call_head(case, groups):

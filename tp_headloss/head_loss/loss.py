@@ -1,14 +1,9 @@
 """`HeadLoss`: weighted terms over one set of statistics, with one pass over the logits and one
 denominator.
 
-A call has three parts. First it becomes a `Request`: its arguments are checked and placed, or it is
-found to be of a kind that was checked before. Then `engine.ways`, or `linear_ways` for hidden
-states and a weight, computes the statistics that all terms and metrics want together, which is
-where the ranks exchange something. Last, terms and metrics are evaluated on the statistics and
-summed.
-
-The parts follow each other here and nowhere else. A definition is frozen, and a change of an
-attribute makes a new one, so that what is remembered of its calls never has to be taken back.
+A call becomes a `Request`: its arguments are checked and placed, or it is of a kind that was checked
+before. Then a way computes the statistics that all terms and metrics want together, which is where
+ranks exchange something. Last, terms and metrics are evaluated on the statistics and summed.
 """
 
 from __future__ import annotations
@@ -237,7 +232,7 @@ class HeadLoss(nn.Module):
             >>> logits, labels = torch.zeros(2, 8, requires_grad=True), torch.tensor([1, 2])
             >>> found = HeadLoss().explain(logits, labels)
             >>> found.way, found.obstacles["one read"]
-            ('general', 'needs bfloat16 logits on a GPU, got torch.float32 on cpu')
+            ('general', 'needs bfloat16 or float16 logits on a GPU, got torch.float32 on cpu')
         """
         kind = self._kind(logits, labels, shard, token_weight, denominator, transform, inputs)
         given = self._given(logits, labels, shard, transform)

@@ -23,6 +23,14 @@ inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float ex2(float x) { return x < -126.f ? 0.f : exp2f(x); }  // .ftz
 using std::min;
+// Bits of an fp16.
+inline float cvt_f32_f16(unsigned short x) {
+  const int exponent = x >> 10 & 31, mantissa = x & 1023;
+  const float size = exponent == 31 ? (mantissa ? NAN : INFINITY)
+                     : exponent     ? std::ldexp(1024.f + mantissa, exponent - 25)
+                                    : std::ldexp((float)mantissa, -24);
+  return x >> 15 ? -size : size;
+}
 
 struct uint4 {
   unsigned x, y, z, w;

@@ -20,6 +20,7 @@ FOLDER = Path(__file__).parent
 SHARED = 224 * 1024  # bytes of shared memory for all slots
 FORECASTS = 1024
 ARGUMENTS = ctypes.c_void_p * 1
+STATISTIC_FLAGS = "ENTROPY", "ARGMAX", "TOTAL"
 KERNELS = 256  # that a process keeps
 NUMBERS = re.compile(r"-?0x[\da-f.]+p[-+]\d+f")  # of a row function
 SAYS_SO = 4  # how many kernels of row functions that differ in numbers alone
@@ -149,7 +150,8 @@ def compiled(library, architecture: str, rows: str | None, *flags: str) -> ctype
         flags: of the kernel, see `one_read.cu`.
     """
     kernel = (FOLDER / "one_read.cu").read_text()
-    source = (rows or "") + kernel + agreement()
+    want = [flag for flag in flags if flag in STATISTIC_FLAGS]
+    source = (rows or "") + kernel + agreement(want)
     headers = {path.name: path.read_bytes() for path in FOLDER.glob("*.cuh")}
     given = f"--gpu-architecture={architecture}", "--std=c++20", *(f"-D{flag}" for flag in flags)
 

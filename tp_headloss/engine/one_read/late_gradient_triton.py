@@ -8,7 +8,7 @@ import torch
 from ...statistics.records_triton import Inputs, LossGradient
 from ..device_inputs import inputs_of
 from ..launch import LATE_PROGRAMS, PreparedLaunch, ceil_div, dtype_key, gradient_launch, int_key
-from ..request import Request, place_of
+from ..request import Request, Tensors, place_of
 from .late_kernel_triton import late_gradient_kernel
 from .launch import TERMS
 
@@ -17,13 +17,20 @@ class LateGradient:
     """The backward of calls of one kind: it writes the gradient from logits and merged rows, in one
     rounding, unless the forward has written it for the upstream gradient of the loss that came."""
 
-    def __init__(self, request: Request, plan, has_slopes: bool, weight: torch.Tensor | None):
+    def __init__(
+        self,
+        request: Request,
+        plan,
+        has_slopes: bool,
+        weight: torch.Tensor | None,
+        strides: tuple[int, ...],
+    ):
         """has_slopes: the loss is a row function's, whose derivatives [4, N] by `TERMS` the forward
-        has found."""
+        has found. strides: of the gradient."""
         logits, layout, facts = request.tensors.logits, request.layout, request.facts
-        (inputs, prepared), (n_rows, width) = inputs_of(request), logits.shape
+        (_, prepared), (n_rows, width) = inputs_of(request), logits.shape
         self.places = *place_of(logits), *place_of(request.tensors.labels)
-        self.inputs, self.rows = inputs[2:], prepared.rows
+        self.numbers, self.rows = prepared.numbers, prepared.rows
         if has_slopes:  # half of the derivative of a square whose value is the slope
             terms = [(name, 0.5, True) for name in TERMS]
         else:
@@ -37,12 +44,16 @@ class LateGradient:
             facts.valid_width < width,
             gradient_launch(width, names),
         )
-        # where logits have gaps between their elements, the strides of the gradient are of another
-        # kind than theirs
-        self.strides = torch.empty_like(logits, device="meta").stride()
-        strides = map(int_key, self.strides)
+        self.strides = strides
         kinds = tuple([(name, squared) for _, name, _, squared in self.terms])
-        variant = logits.device, prepared.variant, kinds, padded, dtype_key(weight), *strides
+        variant = (
+            logits.device,
+            prepared.variant,
+            kinds,
+            padded,
+            dtype_key(weight),
+            *map(int_key, strides),
+        )
         programs = min(LATE_PROGRAMS, n_rows * ceil_div(width, how.block))
         self.launch = PreparedLaunch(late_gradient_kernel, programs, variant, how)
         self.families, self.last = (
@@ -50,30 +61,27 @@ class LateGradient:
             (n_rows, facts.start, facts.valid_width, padded),
         )
 
-    def serves(
-        self,
-        gradient: torch.Tensor,
-        logits: torch.Tensor,
-        labels: torch.Tensor,
-        *others: torch.Tensor,
-    ) -> bool:
+    def serves(self, gradient: torch.Tensor, tensors: Tensors, *others: torch.Tensor) -> bool:
         """True for saved tensors that lie as those of the forward did, the others without gaps."""
+        logits, labels = tensors.logits, tensors.labels
         alike = (
             self.places == (*place_of(logits), *place_of(labels))
             and self.strides == gradient.stride()
         )
+        if tensors.temperatures is not None:
+            others = *others, tensors.temperatures
         return (
             alike
             and gradient.data_ptr() % 16 == 0
             and False not in map(torch.Tensor.is_contiguous, others)
         )
 
-    def __call__(self, gradient, forecast, logits, labels, merged, weight, inverse, values, loss):
+    def __call__(self, gradient, forecast, tensors, merged, weight, inverse, values, loss):
         """Complete a gradient [N, width] that the forward may have written. values: of the terms
         [N], or slopes."""
         grads = {name: (c, values[i]) if squared else (c,) for i, name, c, squared in self.terms}
         upstream = self.rows.grads(*map(grads.get, self.rows.grads._fields))
-        inputs, loss = Inputs(logits, labels, *self.inputs), LossGradient(loss, inverse, weight)
+        inputs, loss = Inputs(*tensors, *self.numbers), LossGradient(loss, inverse, weight)
         self.launch(
             gradient,
             *self.strides,

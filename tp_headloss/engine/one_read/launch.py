@@ -18,10 +18,10 @@ import torch
 from ...statistics import MaybeNone
 from ..backend import load_backend
 from ..reductions import FusedReduction
-from ..request import Facts, Request, place_of
+from ..request import Facts, Request, Tensors, place_of
 from ..transports.symmetric_memory import find_symmetric_memory
 from .kernel import SHARED, Memory, kernel_of, launch_in_turn
-from .params import ADDRESSES, GIVENS, OUTPUTS, SLOTS, TERMS, VALUES, Cuts, Params
+from .params import ADDRESSES, GIVENS, OUTPUTS, SLOTS, TERMS, VALUES, Cuts, Params, words_of
 
 # columns of a vector; vectors of a leaf, at most; packets of a row, at most
 COLUMNS, LEAF, PACKETS = 8, 320, 32
@@ -51,17 +51,37 @@ def columns_of(request: Request) -> int:
     return 1 if shard.padded_size is None else -(-shard.padded_size // facts.world_size)
 
 
-def is_whole(logits: torch.Tensor, columns: int) -> bool:
-    """Whether the kernel can read logits where they are."""
-    is_aligned = logits.shape[1] % COLUMNS == 0 and logits.data_ptr() % 16 == 0
-    return logits.is_contiguous() and is_aligned and logits.shape[1] <= columns
+def obstacle_to_rows(logits: torch.Tensor, inplace: bool) -> str | None:
+    """Return what rows [N, width] lack for a kernel that reads them where they are, 16 bytes at a
+    time."""
+    n_rows, width = logits.shape
+    stride, step = logits.stride()
+    if width == 0:
+        return None
+    is_aligned = logits.data_ptr() % 16 == 0 and (n_rows < 2 or stride % COLUMNS == 0)
+    if (step != 1 and width > 1) or not is_aligned:
+        return (
+            f"rows that begin at multiples of 16 bytes, as those of a multiple of {COLUMNS} columns "
+            f"do, got strides {list(logits.stride())}"
+        )
+    if inplace and (width % COLUMNS or not logits.is_contiguous()):
+        return f"contiguous logits of a multiple of {COLUMNS} columns for inplace=True, got {width}"
+    end = logits.storage_offset() + (n_rows - 1) * stride + _whole_vectors(width)
+    if end * logits.element_size() > logits.untyped_storage().nbytes():
+        return f"memory behind the last row, for the rest of {COLUMNS} columns"
+    return None
 
 
-def _whole(logits: torch.Tensor, columns: int) -> torch.Tensor:
+def _whole_vectors(columns: int) -> int:
+    """That many columns or the next multiple of `COLUMNS`."""
+    return -(-columns // COLUMNS) * COLUMNS
+
+
+def _copy(logits: torch.Tensor, columns: int) -> torch.Tensor:
     """A copy that the kernel can read, for a rank whose peers' logits may need none."""
     n_rows, width = logits.shape
     width = min(width, columns)
-    copy = logits.new_zeros((n_rows, -(-width // COLUMNS) * COLUMNS))
+    copy = logits.new_zeros((n_rows, _whole_vectors(width)))
     copy[:, :width] = logits[:, :width]
     return copy
 
@@ -75,11 +95,7 @@ def memory_of(request: Request, cuts: Cuts) -> Memory | None:
     is no kernel."""
     facts, device = request.facts, request.tensors.logits.device
     numel = (
-        4
-        * request.tensors.logits.shape[0]
-        * cuts.pieces
-        * facts.world_size
-        * (2 if facts.want else 1)
+        4 * request.tensors.logits.shape[0] * cuts.pieces * facts.world_size * words_of(facts.want)
     )
     if facts.world_size > 1:
         found = find_symmetric_memory(request, numel, of_one_read=True)
@@ -99,79 +115,82 @@ def memory_of(request: Request, cuts: Cuts) -> Memory | None:
     return known[-1]
 
 
+class Rows(NamedTuple):
+    """What a kernel has to know of logits [N, width], and of their gradient."""
+
+    n_rows: int
+    width: int
+    stride: int  # of rows, in elements
+    gradient_stride: int
+    dtype: torch.dtype
+    device: torch.device
+    wide_labels: bool  # int64
+
+    @classmethod
+    def of(cls, request: Request, logits: torch.Tensor, gradient: torch.Tensor) -> Rows:
+        x = request.tensors
+        n_rows, width = logits.shape
+        return cls(
+            n_rows,
+            width,
+            logits.stride(0),
+            gradient.stride(0),
+            logits.dtype,
+            logits.device,
+            x.labels.dtype == torch.int64,
+        )
+
+
 class Kind:
     """Everything that calls of one kind share: kernel, its argument but for addresses, and the
     tensors it writes."""
 
-    def __init__(
-        self,
-        facts: Facts,
-        layout,
-        plan,
-        rows,
-        cuts: Cuts,
-        place: tuple,
-        number: float,
-        wide_labels: bool,
-    ):
-        """number: the divisor of the loss; 0: it is the count, or in memory."""
-        n_rows, width, device = place
-        factors = {
-            f"{name}_{'square' if squared else 'factor'}": 2 * c if squared else c
-            for name, c, squared in plan.gradients or ()
-        }
-        self.params = Params(
-            coefficients=(ctypes.c_float * VALUES)(*plan.coefficients),
-            n_values=len(plan.statistics),
-            squares=plan.squares,
-            negatives=plan.negatives,
-            bools=sum((name == "hits") << i for i, name in enumerate(plan.statistics)),
-            start=facts.start,
-            ignore_index=facts.ignore_index,
-            number=number,
-            **factors,
-            rows=n_rows,
-            width=width,
-            valid_width=facts.valid_width,
-            wide_labels=wide_labels,
-            **cuts._asdict(),
-            ranks=facts.world_size,
-        )
-        self.items, self.shared = n_rows * cuts.pieces, cuts.slots * cuts.slot_bytes
+    def __init__(self, facts: Facts, layout, plan, function, cuts: Cuts, rows: Rows, number: float):
+        """function: a `RowFunction` or None. number: the divisor of the loss; 0: it is the count,
+        or in memory."""
+        self.params = _params(facts, plan, cuts, rows, number)
+        self.items, self.shared = rows.n_rows * cuts.pieces, cuts.slots * cuts.slot_bytes
+        terms = ["entropy"] if function is not None and function.has_entropy else []
+        terms += [name for name, *_ in plan.gradients or () if function is None]
+        flags = [name.upper() for name in facts.want]
+        flags += [name for name, wanted in self._more_flags(terms, rows) if wanted]
+        self.kernel = kernel_of(rows.device, function and function.source, *flags)
         self.n_outputs = 2 + len(layout.flags)
-        has_term = (
-            rows.has_entropy if rows else "entropy" in [name for name, *_ in plan.gradients or ()]
-        )
-        flags = *map(str.upper, facts.want), *["TERM"] * has_term
-        self.kernel = kernel_of(device, rows and rows.source, *flags)
-        like = torch.empty((), device=device)
-        outputs = layout.empty_outputs(like, n_rows, torch.float32)
-        n_sums, n_found = len(plan.statistics) + 1, rows.n_terms + len(TERMS) if rows else 0
-        others = (
-            like,
-            like.new_empty(n_sums),
-            like.new_empty(2).double(),
-            like.new_empty((n_found, n_rows)),
-        )
-        # for `empty_like`, the quickest way to allocate; expanded, so that they take no memory
-        self.allocated = [x.new_empty(()).expand(x.shape) for x in (*outputs, *others)]
-        self.allocated = self.allocated[: len(self.allocated) - (rows is None)]
-        # name -> which of them, and how many bytes from its start
-        at = {
-            name: (i, 0) for i, name in enumerate((*layout.flags, "loss", "sums", "inverse", ""), 2)
-        }
-        for i, names in enumerate((layout.merged, layout.values)):
-            at |= {name: (i, 4 * n_rows * k) for k, name in enumerate(names)}
-        self.places = [at.get(name) for name in OUTPUTS]
-        values = [
-            at[name] if name else (at[""][0], 4 * n_rows * i)
-            for i, name in enumerate(plan.statistics)
-        ]
-        self.places += [*values, *[None] * (VALUES - len(values)), at[""] if rows else None]
-        self.slopes = rows.n_terms if rows else None  # from which row of the last one on they are
-        self.late: dict[
-            tuple, Any
-        ] = {}  # `LateGradient`s by places of logits and labels, and whether there are weights
+        self.allocated = self._outputs(layout, plan, function, rows)
+        self.places = self._places(layout, plan, function, rows.n_rows)
+        # from which row of the last output on they are
+        self.slopes = function.n_terms if function else None
+        # `LateGradient`s by places of what they read
+        self.late: dict[tuple, Any] = {}
+
+    @staticmethod
+    def _more_flags(terms: list[str], rows: Rows) -> list[tuple[str, bool]]:
+        return [("ENTROPY_TERM", "entropy" in terms), ("HALF", rows.dtype == torch.float16)]
+
+    def _outputs(self, layout, plan, function, rows: Rows) -> list[torch.Tensor]:
+        """The kind of each output, for `empty_like`, the quickest way to allocate; expanded, so
+        that they take no memory."""
+        like = torch.empty((), device=rows.device)
+        outputs = layout.empty_outputs(like, rows.n_rows, torch.float32)
+        outputs += [like, like.new_empty(len(plan.statistics) + 1), like.new_empty(2).double()]
+        if function:
+            outputs.append(like.new_empty((function.n_terms + len(TERMS), rows.n_rows)))
+        return [x.new_empty(()).expand(x.shape) for x in outputs]
+
+    def _places(self, layout, plan, function, n_rows: int) -> list[tuple[int, int] | None]:
+        """Where `OUTPUTS` and what stands after them lie: in which output, how many bytes from its
+        start; None: nowhere."""
+        names = *layout.flags, "loss", "sums", "inverse", "found"
+        at = {name: (i, 0) for i, name in enumerate(names, 2)}
+        for i, rows in enumerate((layout.merged, layout.values)):
+            at |= {name: (i, 4 * n_rows * k) for k, name in enumerate(rows)}
+        missing = {*layout.merged, *layout.flags} - {*OUTPUTS}
+        assert not missing, f"the kernel writes no {sorted(missing)}"
+        places = [at.get(name) for name in OUTPUTS]
+        for i, name in enumerate(plan.statistics):  # no name: of a term of the row function
+            places.append(at[name] if name else (at["found"][0], 4 * n_rows * i))
+        places += [None] * (VALUES - len(plan.statistics))
+        return [*places, at["found"] if function else None]
 
     def argument(
         self, memory: Memory, calls: list[int], allocated: list[torch.Tensor], given: list[int]
@@ -183,6 +202,36 @@ class Kind:
         params.memory, params.half, params.rank = memory.addresses, memory.half, memory.rank
         params.timeout = memory.timeout_ms * 1_000_000
         return params
+
+
+def _params(facts: Facts, plan, cuts: Cuts, rows: Rows, number: float) -> Params:
+    """The kernel's argument but for addresses."""
+    factors = {
+        f"{name}_{'square' if squared else 'factor'}": 2 * c if squared else c
+        for name, c, squared in plan.gradients or ()
+    }
+    width = _whole_vectors(min(rows.width, facts.chunks * cuts.chunk * COLUMNS))
+    return Params(
+        coefficients=(ctypes.c_float * VALUES)(*plan.coefficients),
+        n_values=len(plan.statistics),
+        squares=plan.squares,
+        negatives=plan.negatives,
+        bools=sum((name == "hits") << i for i, name in enumerate(plan.statistics)),
+        start=facts.start,
+        ignore_index=facts.ignore_index,
+        stride=rows.stride,
+        gradient_stride=rows.gradient_stride,
+        number=number,
+        **factors,
+        scale=facts.scale / facts.temperature,
+        rows=rows.n_rows,
+        width=width,
+        valid_width=facts.valid_width,
+        padding=(_whole_vectors(rows.width) - width) // COLUMNS,
+        wide_labels=rows.wide_labels,
+        **cuts._asdict(),
+        ranks=facts.world_size,
+    )
 
 
 kind_of = functools.lru_cache(maxsize=1024)(Kind)
@@ -206,47 +255,57 @@ def statistics_and_gradient(
     by `TERMS` of a row function's loss, or None; the gradient [N, width]; how the backward
     completes it (`Late`), or None where the upstream gradient is known.
     """
+    given, columns = request.tensors.logits, columns_of(request)
+    if obstacle_to_rows(given, inplace) is None:
+        return _launch(request, reduction, given if inplace else None, upstream)
+    copy = _copy(given, columns)  # on several ranks, whose logits lie in other ways
+    request = request._replace(tensors=request.tensors._replace(logits=copy))
+    outputs, reduced, found, late = _launch(request, reduction, None, upstream)
+    gradient = given.data if inplace else torch.empty_like(given)
+    gradient.zero_()[:, : found.shape[1]] = found[:, : given.shape[1]]
+    return outputs, reduced, gradient, late
+
+
+def _launch(request: Request, reduction: FusedReduction, out, upstream: Upstream):
+    """`statistics_and_gradient` of logits that the kernel reads where they are. out: where the
+    gradient is written; None: to new memory."""
     facts, x = request.facts, request.tensors
-    given, step = x.logits, columns_of(request)
-    cuts = cuts_of(step // facts.chunks, facts.chunks)
+    logits = x.logits
+    cuts = cuts_of(columns_of(request) // facts.chunks, facts.chunks)
     memory = memory_of(request, cuts)
     assert memory is not None
     memory.expect_alive()
-    logits = given if is_whole(given, step) else _whole(given, step)
-    plan, weight, denominator, rows, inputs = reduction
-    forecast = None if upstream.record is None else memory.forecast(upstream.record)
-    divisor_address, number = 0, 0.0  # of a divisor in memory; a number; neither: it is the count
-    if isinstance(denominator, torch.Tensor):
-        divisor_address = denominator.data_ptr()
-    elif denominator is not None:
-        number = float(denominator) or float("inf")
-    place, wide_labels = (*logits.shape, logits.device), x.labels.dtype == torch.int64
-    kind = kind_of(facts, request.layout, plan, rows, cuts, place, number, wide_labels)
     # its own version counter: the gradient is no change of what autograd saves
-    gradient = logits.data if inplace else torch.empty_like(logits)
+    gradient = _empty_gradient(logits) if out is None else out.data
+    plan, weight, denominator, function, inputs = reduction
+    number = 0.0  # the count, or in memory
+    if denominator is not None and not isinstance(denominator, torch.Tensor):
+        number = float(denominator) or float("inf")
+    rows = Rows.of(request, logits, gradient)
+    kind = kind_of(facts, request.layout, plan, function, cuts, rows, number)
     allocated = [*map(torch.empty_like, kind.allocated)]
-    calls = [
-        logits.data_ptr(),
-        gradient.data_ptr(),
-        x.labels.data_ptr(),
-        0 if weight is None else weight.data_ptr(),
-        0 if upstream.given is None else upstream.given.data_ptr(),
-        0 if forecast is None else forecast.data_ptr(),
-        divisor_address,
-    ]
+    forecast = None if upstream.record is None else memory.forecast(upstream.record)
+    divisor = denominator if isinstance(denominator, torch.Tensor) else None
+    read = logits, gradient, x.labels, weight, x.temperatures, upstream.given, forecast, divisor
+    calls = [0 if tensor is None else tensor.data_ptr() for tensor in read]
     params = kind.argument(memory, calls, allocated, [x.data_ptr() for x in inputs])
     # in turn, because each launch takes all multiprocessors, and waits there
     launch_in_turn(logits.device, kind.kernel.launch, params, kind.items, kind.shared)
-    if logits is not given:
-        columns, gradient = gradient, given.data if inplace else torch.empty_like(given)
-        gradient.zero_()[:, : columns.shape[1]] = columns[:, : given.shape[1]]
-    outputs, (loss, sums, inverse, *found) = (
-        allocated[: kind.n_outputs],
-        allocated[kind.n_outputs :],
-    )
+    outputs, reduced = allocated[: kind.n_outputs], allocated[kind.n_outputs :]
+    loss, sums, inverse, *found = reduced
     slopes = found[0][kind.slopes :] if found else None
-    late = None if forecast is None else late_gradient(kind, request, plan, weight, forecast)
+    late = None
+    if forecast is not None:
+        late = late_gradient(kind, request, plan, weight, gradient, forecast)
     return outputs, (loss, sums, inverse, slopes), gradient, late
+
+
+def _empty_gradient(logits: torch.Tensor) -> torch.Tensor:
+    """Memory for a gradient whose rows have whole vectors."""
+    n_rows, width = logits.shape
+    if width % COLUMNS == 0:
+        return torch.empty_like(logits, memory_format=torch.contiguous_format)
+    return logits.new_empty((n_rows, _whole_vectors(width)))[:, :width]
 
 
 class Late(NamedTuple):
@@ -256,35 +315,30 @@ class Late(NamedTuple):
     gradient: Any  # a `LateGradient`
     forecast: torch.Tensor
 
-    def complete(self, gradient: torch.Tensor, loss: torch.Tensor, saved) -> bool:
+    def complete(self, gradient: torch.Tensor, loss: torch.Tensor, tensors: Tensors, saved) -> bool:
         """Complete the gradient [N, width] for an upstream gradient of the loss. False, and nothing
-        is done, where hooks of saved tensors have laid something out in another way. saved: as
-        `autograd.Statistics` has them."""
-        logits, labels, merged, _valid, weight, inverse, *values = saved
-        if not self.gradient.serves(gradient, logits, labels, merged, inverse, *values):
+        is done, where hooks of saved tensors have laid something out in another way.
+
+        tensors, saved: those of the request, and the others, as `autograd.Statistics` has them.
+        """
+        merged, _valid, weight, inverse, *values = saved
+        if not self.gradient.serves(gradient, tensors, merged, inverse, *values):
             return False
         is_slopes = values[0].dim() == 2  # of a row function
         terms = values[0] if is_slopes else values
-        launch_in_turn(
-            gradient.device,
-            self.gradient,
-            gradient,
-            self.forecast,
-            logits,
-            labels,
-            merged,
-            weight,
-            inverse,
-            terms,
-            loss,
-        )
+        call = gradient, self.forecast, tensors, merged, weight, inverse, terms, loss
+        launch_in_turn(gradient.device, self.gradient, *call)
         return True
 
 
-def late_gradient(kind: Kind, request: Request, plan, weight, forecast: torch.Tensor) -> Late:
+def late_gradient(
+    kind: Kind, request: Request, plan, weight, gradient: torch.Tensor, forecast: torch.Tensor
+) -> Late:
     """How the backward of this call completes the gradient that its forward may have written."""
-    place = place_of(request.tensors.logits), place_of(request.tensors.labels), weight is None
+    x = request.tensors
+    place = place_of(x.logits), place_of(x.labels), weight is None
     if place not in kind.late:
         make = load_backend("triton").LateGradient
-        kind.late[place] = make(request, plan, kind.slopes is not None, weight)
+        has_slopes = kind.slopes is not None
+        kind.late[place] = make(request, plan, has_slopes, weight, gradient.stride())
     return Late(kind.late[place], forecast)

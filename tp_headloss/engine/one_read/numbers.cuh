@@ -8,7 +8,8 @@ typedef long long i64;
 #define DEVICE __device__ __forceinline__
 
 // What the kernel is compiled with: statistics that a call wants besides lse and log_prob, whether
-// a term of its loss is an entropy, and whether a `row_function` stands before the source.
+// a term of its loss is an entropy, whether its logits are fp16 instead of bf16, and whether a
+// `row_function` stands before the source.
 #ifdef ENTROPY
 constexpr bool WANTS_ENTROPY = true;
 #else
@@ -24,11 +25,20 @@ constexpr bool WANTS_TOTAL = true;
 #else
 constexpr bool WANTS_TOTAL = false;
 #endif
-#ifdef TERM
+#ifdef ENTROPY_TERM
 constexpr bool HAS_ENTROPY_TERM = true;
 #else
 constexpr bool HAS_ENTROPY_TERM = false;
 #endif
+#ifdef HALF
+constexpr bool IS_HALF = true;
+constexpr u32 LOWEST = 0xfc00fc00u;  // two logits of -inf
+#else
+constexpr bool IS_HALF = false;
+constexpr u32 LOWEST = 0xff80ff80u;
+#endif
+// Statistics that a row function has derivatives by, and those that it is given; see `params.py`.
+constexpr int SLOPES = 4, KNOWN = 5;
 #ifdef ROWS
 constexpr bool HAS_ROWS = true;
 #else
@@ -37,7 +47,7 @@ constexpr bool HAS_ROWS = false;
 // log_prob, entropy and total. See `rows.py`.
 constexpr int TERMS = 0, GIVEN = 0;
 struct Row {
-  float value[1], by[4];
+  float value[1], by[SLOPES];
 };
 DEVICE Row row_function(const float*) { return {}; }
 #endif
@@ -64,7 +74,7 @@ constexpr u32 TAG = 0x3fffffffu;
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 // A logit below the maximum counts as at most this far below, so that 0 times that is 0.
 constexpr float LOWEST_DROP = -1e30f;
-constexpr u32 LOWEST = 0xff80ff80u;  // two logits of -inf
+constexpr float LEAST_SCALE = 1.17549435e-38f;  // the least normal number
 constexpr int NO_INDEX = 0x7fffffff;
 #define INF __int_as_float(0x7f800000)
 #define NONE __int_as_float(0x7fc00000)  // NaN

@@ -1,15 +1,15 @@
-// The loss and its gradient in one launch that reads each bf16 logit once and writes its gradient
-// once, on one GPU and on several, which exchange their packets inside of it. `ways/one_read.py`
-// says what it serves, `roles.cuh` who does what. The parts, from the ground up:
+// The loss and its gradient in one launch that reads each logit once, on one GPU and on several,
+// which exchange their packets inside of it. What it serves: `ways/one_read.py`; who does what:
+// `roles.cuh`. The parts, from the ground up:
 //   numbers     types, numbers, flags                  node     a row: joins, statistics, factors
 //   ptx         the inline assembly                    warps    sums of a warp
 //   params      the kernel's argument                  tokens   stores and sums of tokens
 //   statistics  a struct for each optional statistic   roles    the warps' roles
 //
 // Nodes are joined in a binary tree over leaves that depends on the vocabulary alone: equal bits on
-// 1, 2, 4 and 8 ranks. Compiled with ENTROPY, ARGMAX or TOTAL for calls that want these, and with
-// TERM if a term of the loss is an entropy. Before this source may stand a `row_function`, with the
-// terms of a loss and their derivatives: see `rows.py`.
+// 1, 2, 4 and 8 ranks. Compiled with ENTROPY, ARGMAX or TOTAL for calls that want these, with
+// ENTROPY_TERM if a term of the loss is an entropy, and with HALF for fp16 logits. Before this
+// source may stand a `row_function`, with the terms of a loss and their derivatives: see `rows.py`.
 #include "roles.cuh"
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)

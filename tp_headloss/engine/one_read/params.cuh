@@ -3,10 +3,11 @@
 #include "numbers.cuh"
 
 struct Params {
-  const u16* logits;    // [rows, width] bf16
-  u16* gradient;        // [rows, width] bf16 out, or the logits themselves
+  const u16* logits;    // [rows, width] bf16 or fp16
+  u16* gradient;        // [rows, width] of that dtype, or the logits themselves
   const void* labels;   // [rows] int64 or int32, see wide_labels
   const float* weight;  // [rows] or null
+  const float* temperatures;  // [rows] or null
   // [] upstream gradient of the loss, a record of `kernel.Memory` that foresees it, or neither: 1.
   const float* upstream;
   const int* forecast;
@@ -32,6 +33,7 @@ struct Params {
   u64 timeout;         // ns
   i64 rank, start;     // of this rank; the vocabulary's id of its first column
   i64 ignore_index;
+  i64 stride, gradient_stride;  // of rows, in elements; multiples of 8
   double number;  // the divisor of the loss; 0: the number of valid tokens, or their weights
 
   // d loss / d statistic = factor + square * statistic
@@ -40,10 +42,12 @@ struct Params {
   float entropy_factor, entropy_square;
   float total_factor, total_square;
   float coefficients[VALUES];  // of the values' sums in the loss
+  float scale;                 // of the logits, divided by the temperature if that is one number
 
   int n_values;
   int squares, negatives, bools;  // bits: values that are squared, subtracted, bool
-  int rows, width, valid_width;   // width % 8 == 0
+  int rows, width, valid_width;   // width: columns that are read, a multiple of 8
+  int padding;                    // vectors of columns after them, whose gradient is 0
   int wide_labels;
   int chunk, cuts;     // of a chunk: vectors of 8 columns, and log2 of its leaves
   int leaves, pieces;  // of an item; of a row
@@ -58,10 +62,18 @@ struct Item {
   int valid;    // columns of the vocabulary
   int target;   // the label's column or -1
   bool ignored;
+  float scale;  // z = scale * logit
 };
 
 DEVICE i64 label_of(const Params& q, int row) {
   return q.wide_labels ? ((const i64*)q.labels)[row] : ((const int*)q.labels)[row];
+}
+
+// Above 0 where the temperature is infinite, too: of -inf times 0 there would be NaN.
+DEVICE float scale_of(const Params& q, int row) {
+  if (!q.temperatures) return q.scale;
+  const float scale = q.scale * (1.f / q.temperatures[row]);
+  return scale < LEAST_SCALE ? LEAST_SCALE : scale;
 }
 
 // The row's first vector of a leaf, where leaves are numbered over the row.

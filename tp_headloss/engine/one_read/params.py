@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 TERMS = "lse", "log_prob", "entropy", "total"  # statistics of a loss that one launch computes
+
+KNOWN = *TERMS, "mass"  # statistics that a row function is given, in the order of `row_of`
 
 RANKS, THREADS = 8, 1024  # ranks, at most, and threads of a program
 SLOTS, VALUES, GIVENS = 10, 6, 8  # slots, values that are summed, inputs of a row function, at most
@@ -29,7 +32,16 @@ class Cuts(NamedTuple):
 
 # Addresses of tensors: those of each call, and those of what is allocated for it. After them stand
 # `VALUES` values that are summed, a row function's results, and its `GIVENS` inputs.
-CALLS = "logits", "gradient", "labels", "weight", "upstream", "forecast", "denominator"
+CALLS = (
+    "logits",
+    "gradient",
+    "labels",
+    "weight",
+    "temperatures",
+    "upstream",
+    "forecast",
+    "denominator",
+)
 OUTPUTS = (
     "loss",
     "sums",
@@ -64,9 +76,12 @@ NUMBERS: dict[str, Any] = {
     "rank": ctypes.c_int64,
     "start": ctypes.c_int64,
     "ignore_index": ctypes.c_int64,
+    "stride": ctypes.c_int64,
+    "gradient_stride": ctypes.c_int64,
     "number": ctypes.c_double,
     **{f"{name}_{kind}": ctypes.c_float for name in TERMS for kind in ("factor", "square")},
     "coefficients": ctypes.c_float * VALUES,
+    "scale": ctypes.c_float,
     "n_values": ctypes.c_int,
     "squares": ctypes.c_int,
     "negatives": ctypes.c_int,
@@ -74,6 +89,7 @@ NUMBERS: dict[str, Any] = {
     "rows": ctypes.c_int,
     "width": ctypes.c_int,
     "valid_width": ctypes.c_int,
+    "padding": ctypes.c_int,
     "wide_labels": ctypes.c_int,
     **dict.fromkeys(Cuts._fields, ctypes.c_int),
     "ranks": ctypes.c_int,
@@ -110,8 +126,14 @@ template <class A, decltype(sizeof(0)) N> constexpr int POINTERS<A* [N]> = N;
 """
 
 
-def agreement() -> str:
+def words_of(want: Iterable[str]) -> int:
+    """16-byte stores of a packet in calls that want these optional statistics."""
+    return 2 if [*want] else 1
+
+
+def agreement(want: Iterable[str] = ()) -> str:
     """C++20 that compiles only where the struct and the numbers in CUDA are those of this module.
+    want: optional statistics that the kernel is compiled with.
 
     NVRTC 13.0 has no offsetof. But fields of the same types in the same order lie at the same
     offsets, and initializers that name fields in another order do not compile.
@@ -121,6 +143,9 @@ def agreement() -> str:
         "RANKS": RANKS,
         "VALUES": VALUES,
         "GIVENS": GIVENS,
+        "SLOPES": len(TERMS),
+        "KNOWN": len(KNOWN),
+        "WORDS": words_of(want),
         "WARPS * 32": THREADS,
         "sizeof(Params)": ctypes.sizeof(Params),
     }

@@ -137,17 +137,37 @@ DEVICE float ex2(float x) {
   return y;
 }
 
-// "Half Precision Floating Point Instructions: max". Of two pairs of bf16; a NaN loses.
+// "Half Precision Floating Point Instructions: max". Of two pairs; a NaN loses.
 DEVICE u32 max_bf16x2(u32 a, u32 b) {
   u32 c;
   asm("max.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
   return c;
 }
 
-// "Data Movement and Conversion Instructions: cvt". Two numbers rounded to bf16, `a` in the low
-// half.
+// "Half Precision Floating Point Instructions: max"
+DEVICE u32 max_f16x2(u32 a, u32 b) {
+  u32 c;
+  asm("max.f16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+  return c;
+}
+
+// "Data Movement and Conversion Instructions: cvt". An fp16 in fp32.
+DEVICE float cvt_f32_f16(u16 x) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+  return y;
+}
+
+// "Data Movement and Conversion Instructions: cvt". Two numbers rounded to bf16, or to fp16, `a` in
+// the low half.
 DEVICE u32 cvt_bf16x2(float a, float b) {
   u32 c;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(c) : "f"(b), "f"(a));
+  return c;
+}
+// "Data Movement and Conversion Instructions: cvt"
+DEVICE u32 cvt_f16x2(float a, float b) {
+  u32 c;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(c) : "f"(b), "f"(a));
   return c;
 }

@@ -55,7 +55,8 @@ struct Shared {
   double counted[GRAD];
   bool is_last;
 };
-static_assert(sizeof(Shared) <= 3072);  // the slots take the rest
+// The slots take the rest of 227 KiB. A number more in a node costs SLOTS * SUM * 4 = 320 bytes.
+static_assert(sizeof(Shared) <= 3072);
 
 constexpr u64 STUCK = 4000000000000;  // ns, longer than any timeout: a bug ends, too
 
@@ -119,17 +120,18 @@ DEVICE void load(const Params& q, Program& p) {
     // of a row whose item may be the next
     const i64 soon = min(row + (int)gridDim.x / q.pieces, q.rows - 1);
     prefetch_l1((const char*)q.labels + (soon << (q.wide_labels ? 3 : 2)));
+    if (q.temperatures) prefetch_l1(q.temperatures + soon);
     const i64 label = label_of(q, row), place = label - q.start - 8LL * first;
     const int target = place >= 0 && place < valid ? (int)place : -1;
     const bool ignored = label == q.ignore_index;
-    s.item[p.slot] = {row, piece, vectors, valid, target, ignored};
+    s.item[p.slot] = {row, piece, vectors, valid, target, ignored, scale_of(q, row)};
     if (ignored || vectors == 0) {
       arrive(&s.full[p.slot]);  // I3
       continue;
     }
     mbarrier_arrive_expect_tx(&s.full[p.slot], vectors * 16);  // I3, I4
     const u32 to = shared_address(p.columns(q));
-    const u16* from = q.logits + (i64)row * q.width + 8LL * first;
+    const u16* from = q.logits + (i64)row * q.stride + 8LL * first;
     cp_async_bulk_load(to, from, vectors * 16, &s.full[p.slot], policy);
   }
 }
@@ -150,7 +152,7 @@ DEVICE Node sum_leaf(const Params& q, const Program& p, const Item& item, int le
     columns[c] = (u16)LOWEST;
   }
   __syncwarp();  // I4: other lanes read these columns
-  return leaf(shared_address(columns), begin, end, p.lane);
+  return leaf(shared_address(columns), begin, end, p.lane, item.scale);
 }
 
 DEVICE void sum(const Params& q, Program& p) {
@@ -200,7 +202,7 @@ DEVICE void post(const Params& q, Program& p) {
     wait(&s.stat[p.slot], p.phase);  // I3, I5
     const Item item = s.item[p.slot];
     if (item.row < 0) break;  // I12
-    Node x = join_lanes(s.node[p.slot][p.lane % SUM], SUM);
+    Node x = join_lanes(s.node[p.slot][p.lane % SUM], SUM, item.scale);
     if (WANTS_ARGMAX && !item.ignored) {
       wait(&s.full[p.slot], p.phase);  // I4: what the copy in wrote
       x.index = first_index(q, p, item, x);
@@ -241,10 +243,10 @@ DEVICE Packet receive(const Params& q, Program& p, int row) {
 
 // A row function's result for a row. given: its input on each lane.
 DEVICE Row row_of(const Params& q, const Solved& r, float given) {
-  float known[5 + GIVEN + TERMS] = {(float)r.lse, (float)r.log_prob, (float)r.entropy,
-                                    (float)r.total, (float)r.mass};
-  for (int k = 0; k < GIVEN; k++) known[5 + k] = __shfl_sync(~0u, given, k);
-  for (int k = 0; k < TERMS; k++) known[5 + GIVEN + k] = q.coefficients[k];
+  float known[KNOWN + GIVEN + TERMS] = {(float)r.lse, (float)r.log_prob, (float)r.entropy,
+                                        (float)r.total, (float)r.mass};
+  for (int k = 0; k < GIVEN; k++) known[KNOWN + k] = __shfl_sync(~0u, given, k);
+  for (int k = 0; k < TERMS; k++) known[KNOWN + GIVEN + k] = q.coefficients[k];
   return row_function(known);
 }
 
@@ -262,7 +264,7 @@ DEVICE void merge(const Params& q, Program& p) {
   Shared& s = p.s;
   const Upstream upstream = foreseen(q);
   const double divisor = divisor_of(q, p);
-  const double scale = divisor == 0.0 ? 0.0 : upstream.value * (1.0 / divisor);
+  const double over_divisor = divisor == 0.0 ? 0.0 : upstream.value * (1.0 / divisor);
   if (blockIdx.x == 0 && p.warp == FIRST_MERGE && p.lane == 0) {
     q.inverse[1] = upstream.is_written ? upstream.value : NONE;
   }
@@ -280,22 +282,23 @@ DEVICE void merge(const Params& q, Program& p) {
     wait(&s.stat[p.slot], p.phase);  // I9
     const int own_packet = (int)q.rank * q.pieces + item.piece;
     const int count = __shfl_sync(~0u, packet.count(), own_packet);
-    const Node x = join_lanes(packet.node(), p.all);
+    const Node x = join_lanes(packet.node(), p.all, item.scale);
     const u32 own = __ballot_sync(~0u, p.lane < p.all && packet.has(OWNER));
     const u32 ignore = __ballot_sync(~0u, p.lane < p.all && packet.has(IGNORED));
     const float logit = __shfl_sync(~0u, packet.logit(), own ? __ffs(own) - 1 : 0);
     Solved solved = {};
     Row by = {};
     if constexpr (HAS_ROWS) {
-      solved = solve(x, logit);
+      solved = solve(x, logit, item.scale);
       by = row_of(q, solved, given);
     }
     if (p.lane == 0) {
       const int owners = owners_of(own, ignore);
-      s.factor[p.slot] = factors_of(q, item.row, x, logit, owners, scale, by);
+      s.factor[p.slot] =
+          factors_of(q, item.row, x, logit, item.scale, owners, over_divisor, by);
       s.factor[p.slot].is_plain = count == item.valid - (item.target >= 0);
       arrive(&s.ready[p.slot]);  // I4, I9
-      if (!HAS_ROWS && item.piece == 0) solved = solve(x, logit);
+      if (!HAS_ROWS && item.piece == 0) solved = solve(x, logit, item.scale);
       if (item.piece == 0) finish(q, item, x, logit, owners, solved, by);
     }
     __syncwarp();  // none: the lanes converge
@@ -311,7 +314,7 @@ DEVICE void write_gradient(const Params& q, const Program& p, const Item& item, 
   const u32 base = shared_address(columns);
   const Factors f = p.s.factor[p.slot];
   auto two = [&](u32 u, bool is_plain) {
-    return cvt_bf16x2(gradient_of(f, low(u), is_plain), gradient_of(f, high(u), is_plain));
+    return rounded(gradient_of(f, low(u), is_plain), gradient_of(f, high(u), is_plain));
   };
   auto eight = [&](const uint4& r, bool is_plain) {
     return make_uint4(two(r.x, is_plain), two(r.y, is_plain), two(r.z, is_plain),
@@ -331,8 +334,14 @@ DEVICE void write_gradient(const Params& q, const Program& p, const Item& item, 
   for (int c = max(item.valid, 8 * begin) + p.lane; c < 8 * end; c += 32) columns[c] = 0;
   __syncwarp();  // I4
   if (p.lane == 0 && item.target >= 8 * begin && item.target < 8 * end && !item.ignored) {
-    columns[item.target] = (u16)cvt_bf16x2(f.label, 0.f);
+    columns[item.target] = (u16)rounded(f.label, 0.f);
   }
+}
+
+// Write the gradient of a row's columns after those that are read, by all grad warps.
+DEVICE void write_padding(const Params& q, int row, int thread) {
+  uint4* to = (uint4*)(q.gradient + (i64)row * q.gradient_stride + q.width);
+  for (int v = thread; v < q.padding; v += GRAD * 32) to[v] = make_uint4(0, 0, 0, 0);
 }
 
 DEVICE void grad(const Params& q, Program& p) {
@@ -357,6 +366,7 @@ DEVICE void grad(const Params& q, Program& p) {
     }
     const int begin = item.vectors * w / GRAD, end = item.vectors * (w + 1) / GRAD;
     write_gradient(q, p, item, begin, end);
+    if (item.piece == q.pieces - 1) write_padding(q, item.row, w * 32 + p.lane);
     fence_proxy_async();                     // I10
     __syncwarp();                            // I10: of all lanes
     if (p.lane == 0) arrive(&s.done[p.slot]);  // I4, I10
@@ -373,7 +383,7 @@ DEVICE void store(const Params& q, Program& p) {
     wait(&s.done[p.slot], p.phase);  // I3, I4
     const Item item = s.item[p.slot];
     if (item.row < 0) break;  // I12
-    u16* to = q.gradient + (i64)item.row * q.width;
+    u16* to = q.gradient + (i64)item.row * q.gradient_stride;
     to += 8LL * begin_of_leaf(q, item.piece * q.leaves);
     if (item.vectors && is_written) cp_async_bulk_store(to, p.columns(q), item.vectors * 16);
     cp_async_bulk_wait_read();  // I11
@@ -405,6 +415,7 @@ DEVICE bool is_last_program(const Params& q, Program& p, u32 epoch) {
 DEVICE void reduce(const Params& q, Program& p) {
   const int warp = p.warp - 1, lane = p.lane;
   double(*part)[VALUES + 1] = (double(*)[VALUES + 1]) p.s.node;
+  static_assert(sizeof(p.s.node) >= LAST * sizeof(*part));
   double total[VALUES + 1] = {}, loss = 0.0;
   add_tokens(q, total, warp, lane);
 #pragma unroll

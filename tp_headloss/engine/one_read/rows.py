@@ -16,11 +16,9 @@ import torch
 
 from ...statistics import VocabStatistics
 from ..reductions import StatisticValue
-
-SLOPES = "lse", "log_prob", "entropy", "total"  # statistics with a gradient
-# arguments of the function, before the inputs and the terms' weights
-STATISTICS = (*SLOPES, "mass")
-MOST_INPUTS = 8  # as in the kernel
+from .params import GIVENS as MOST_INPUTS
+from .params import KNOWN as STATISTICS
+from .params import TERMS as SLOPES
 
 INFINITE = "__int_as_float(0x7f800000)"
 # kinds of operands: a float or a bool of each token, a number of Python

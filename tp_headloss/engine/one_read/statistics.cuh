@@ -1,15 +1,21 @@
 // What a row's sums are made of, and the statistics that a call may want besides: a struct for
-// each, with everything that is done for it. `node.cuh` does the rest.
+// each, with the arithmetic that is done for it. Besides its struct a statistic has a word of a
+// packet (`node.cuh`), a slope if it may be a term (`params.py`), and a flag. The places are listed
+// in docs/one_read.md.
 #pragma once
 #include "params.cuh"
 #include "ptx.cuh"
 
+// Statistics are those of z = scale * logit, and scale > 0 is one number for each row. Maxima and
+// totals are kept without it, as sums of logits as they are in memory: so differences of logits are
+// exact, and only these are scaled.
+
 // Sums over some columns of a row, without the label's. The name before a colon is that of the
 // statistic which has the field, and leaves it alone where nobody wants it.
 struct Node {
-  float max;
-  float sum;     // of exp(z - max)
-  float moment;  // Entropy: of exp(z - max) * (z - max)
+  float max;     // of the logits
+  float sum;     // of exp(scale * (logit - max))
+  float moment;  // Entropy: of exp(scale * (logit - max)) * scale * (logit - max)
   float total;   // Total: of the logits above -inf
   int count;     // Total: how many these are
   int index;     // Argmax: lowest id of the maximum; until `post` has looked, the first such leaf
@@ -17,25 +23,26 @@ struct Node {
 DEVICE Node nothing() { return {-INF, 0.f, 0.f, 0.f, 0, NO_INDEX}; }
 DEVICE float finite(float max) { return max == -INF ? 0.f : max; }
 
-// A node's way to another maximum: how far the logits lie below it, and what that scales sums by.
+// A node's way to another maximum: how far z lies below it, and what that scales sums by.
 struct Drop {
   float drop, factor;
 };
 
-// exp(z - shift) = 2^(z * by - at - rest), of which `rest` is the same for all z: one rounding. z
-// and shift are logits in bf16, which beyond a million are equal or thousands apart, whatever the
-// base; `rest` would be large there.
+// exp(scale * (logit - shift)) = 2^(logit * by - at - rest), of which `rest` is the same for all
+// logits: one rounding. Logits have 16 bits, so that beyond a million all z are equal or hundreds
+// apart, whatever the base; `rest` would be large there, and a power of 2 has none.
 struct Base2 {
   float by, at, rest;
 };
-DEVICE Base2 base2(float shift) {
-  const float by = fabsf(shift) > 1e6f ? 1.f : LOG2E, at = shift * by;
+DEVICE Base2 base2(float shift, float scale) {
+  const float power = __uint_as_float(__float_as_uint(scale) & 0x7f800000u);
+  const float by = fabsf(shift * scale) > 1e6f ? power : scale * LOG2E, at = shift * by;
   return {by, at, fmaf(shift, by, -at)};
 }
 
 // A logit, and power = 2^exponent in the base of its leaf.
 struct Logit {
-  float z, exponent, power;
+  float value, exponent, power;
 };
 // A lane's sums while it reads a leaf, two logits at a time; exponents are those of base 2.
 struct LaneSums {
@@ -47,13 +54,15 @@ struct LaneSums {
 
 // A row's statistics in float64, from its node without the label and the label's logit.
 struct Solved {
-  double top;      // the largest logit
-  bool is_top;     // the label's logit is the largest
-  double smaller;  // exp(-|max - label's logit|): of the smaller, relative to the larger
+  double max;      // the largest z without the label's
+  double z;        // the label's
+  double top;      // the larger of the two
+  bool is_top;     // the label's is the larger
+  double smaller;  // exp(-|max - z|): of the smaller, relative to the larger
   double others;   // sum of exp(z - top) without the label
   double label;    // exp(z - top) of the label
   double whole;    // the sum of both
-  double offset;   // label's logit - top
+  double offset;   // the label's z - top
   double log_sum;
   double lse, log_prob;
   double mean, entropy;  // Entropy: mean of z - top
@@ -62,14 +71,17 @@ struct Solved {
 
 // A row's softmax in float32, from which its gradient's factors come; as `Solved`.
 struct Softmax {
-  float top, shift;  // shift: a finite top
+  float top, shift;  // logits; shift: a finite top
   float label, others, whole;
   float logit;  // the label's
+  float scale;
   DEVICE float log_sum() const { return logit == top ? log1pf(others) : logf(whole); }
+  // How far z of a logit lies below the largest.
+  DEVICE float drop(float value) const { return (value - shift) * scale; }
 };
 
-// d loss / d logit = (each + slope * (z - shift)) * exp(z - shift) + flat, where the logit is above
-// -inf; that of the label.
+// d loss / d z = (each + slope * drop) * exp(drop) + flat, where the logit is above -inf and `drop`
+// is that of `Softmax`; that of the label.
 struct Slopes {
   float each, slope, flat, label;
 };
@@ -88,7 +100,7 @@ struct Statistic {
   DEVICE static void join(Node&, const Node& a, const Node& b, Drop left, Drop right) {}
   DEVICE static void copy_lane(Node&, const Node& from, int d) {}
   // A row: its statistic, its part of the gradient, the stores.
-  DEVICE static void solve(Solved&, const Node&, float logit) {}
+  DEVICE static void solve(Solved&, const Node&, float logit, float scale) {}
   DEVICE static void differentiate(
       Slopes&, const Params&, const Row&, const Node&, const Softmax&, float factor) {}
   // settle(value): 0 where the token is ignored, NaN where something is bad.
@@ -126,8 +138,8 @@ struct Entropy : Statistic {
     x.moment = __shfl_xor_sync(~0u, from.moment, d);
   }
 
-  DEVICE static void solve(Solved& r, const Node& x, float) {
-    const double drop = x.max == -INF ? 0.0 : x.max - r.top;
+  DEVICE static void solve(Solved& r, const Node& x, float, float) {
+    const double drop = x.max == -INF ? 0.0 : r.max - r.top;
     const double others = (r.is_top ? r.smaller : 1.0) * (x.moment + drop * x.sum);
     const double label = r.label == 0.0 ? 0.0 : r.label * r.offset;
     r.mean = (others + label) / r.whole;
@@ -137,8 +149,8 @@ struct Entropy : Statistic {
   DEVICE static void differentiate(Slopes& g, const Params& q, const Row& row, const Node& x,
                                    const Softmax& softmax, float factor) {
     if constexpr (!HAS_ENTROPY_TERM) return;
-    const float offset = fmaxf(softmax.logit - softmax.shift, LOWEST_DROP);
-    const float drop = fmaxf(x.max - softmax.shift, LOWEST_DROP);
+    const float offset = fmaxf(softmax.drop(softmax.logit), LOWEST_DROP);
+    const float drop = fmaxf(softmax.drop(x.max), LOWEST_DROP);
     const float others = ex2(drop * LOG2E) * (x.moment + drop * x.sum), whole = softmax.whole;
     const float mean = (others + softmax.label * offset) / whole;
     float by = q.entropy_factor;
@@ -159,12 +171,12 @@ struct Entropy : Statistic {
 
 // The sum of the logits above -inf, and their number.
 struct Total : Statistic {
-  DEVICE static void add_one(LaneSums& x, float z, bool is_plain) {
-    if (is_plain || z != -INF) x.total += z, x.count++;
+  DEVICE static void add_one(LaneSums& x, float logit, bool is_plain) {
+    if (is_plain || logit != -INF) x.total += logit, x.count++;
   }
   DEVICE static void add(LaneSums& x, Logit a, Logit b, bool is_plain) {
-    add_one(x, a.z, is_plain);
-    add_one(x, b.z, is_plain);
+    add_one(x, a.value, is_plain);
+    add_one(x, b.value, is_plain);
   }
   DEVICE static float magnitude(const LaneSums& x) { return fabsf(x.total); }
 
@@ -184,9 +196,9 @@ struct Total : Statistic {
     x.count = __shfl_xor_sync(~0u, from.count, d);
   }
 
-  DEVICE static void solve(Solved& r, const Node& x, float logit) {
+  DEVICE static void solve(Solved& r, const Node& x, float logit, float scale) {
     const bool is_lonely = logit == -INF;
-    r.total = x.total + (is_lonely ? 0.0 : (double)logit);
+    r.total = scale * (x.total + (is_lonely ? 0.0 : (double)logit));
     r.mass = x.count + !is_lonely;
   }
   DEVICE static void differentiate(Slopes& g, const Params& q, const Row& row, const Node& x,
@@ -194,7 +206,7 @@ struct Total : Statistic {
     const bool is_lonely = softmax.logit == -INF;
     float by = q.total_factor;
     if (q.total_square != 0.f) {
-      by += q.total_square * (x.total + (is_lonely ? 0.f : softmax.logit));
+      by += q.total_square * (softmax.scale * (x.total + (is_lonely ? 0.f : softmax.logit)));
     }
     if constexpr (HAS_ROWS) by += row.by[3];
     g.flat = by * factor;
@@ -241,7 +253,9 @@ template <class... S> struct All {
   DEVICE static void copy_lane(Node& x, const Node& from, int d) {
     (S::copy_lane(x, from, d), ...);
   }
-  DEVICE static void solve(Solved& r, const Node& x, float logit) { (S::solve(r, x, logit), ...); }
+  DEVICE static void solve(Solved& r, const Node& x, float logit, float scale) {
+    (S::solve(r, x, logit, scale), ...);
+  }
   DEVICE static void differentiate(Slopes& g, const Params& q, const Row& row, const Node& x,
                                    const Softmax& softmax, float factor) {
     (S::differentiate(g, q, row, x, softmax, factor), ...);

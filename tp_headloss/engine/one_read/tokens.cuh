@@ -13,18 +13,19 @@ DEVICE void finish(const Params& q, const Item& item, const Node& x, float logit
   auto settle = [&](double v) { return item.ignored ? 0.f : bad ? NONE : (float)v; };
   q.lse[row] = settle(r.lse);
   q.log_prob[row] = settle(r.log_prob);
-  q.target_logit[row] = settle(logit);
+  q.target_logit[row] = settle(r.z);
   q.owners[row] = owners;
   q.valid[row] = !item.ignored;
+  const double moved = r.top - (double)(float)r.top;  // the rounding of `shift`
   q.shift[row] = settle(r.top);
-  q.sum[row] = settle(r.whole);
+  q.sum[row] = settle(moved == 0.0 ? r.whole : r.whole * exp(moved));
   q.others[row] = settle(r.others / r.whole);
-  q.target[row] = settle(r.offset);
+  q.target[row] = settle(r.offset + moved);
   Optional::store(q, x, logit, r, settle, item, bad);
   if constexpr (HAS_ROWS) {
     float* found = q.found + row;
     for (int k = 0; k < TERMS; k++) found[(i64)k * q.rows] = settle(by.value[k]);
-    for (int k = 0; k < 4; k++) found[(i64)(TERMS + k) * q.rows] = settle(by.by[k]);
+    for (int k = 0; k < SLOPES; k++) found[(i64)(TERMS + k) * q.rows] = settle(by.by[k]);
   }
 }
 

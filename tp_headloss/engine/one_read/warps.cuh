@@ -8,23 +8,24 @@ template <class T> DEVICE T add_lanes(T x) {
 }
 
 // The join of the first `lanes` lanes' nodes, in a binary tree.
-DEVICE Node join_lanes(Node x, int lanes) {
+DEVICE Node join_lanes(Node x, int lanes, float scale) {
 #pragma unroll 1
   for (int d = 1; d < lanes; d *= 2) {
     Node y = nothing();
     y.max = __shfl_xor_sync(~0u, x.max, d);
     y.sum = __shfl_xor_sync(~0u, x.sum, d);
     Optional::copy_lane(y, x, d);
-    x = join(x, y);
+    x = join(x, y, scale);
   }
   return x;
 }
 
-// Two logits in bf16 lie in 32 bits.
-DEVICE float low(u32 v) { return __uint_as_float(v << 16); }
-DEVICE float high(u32 v) { return __uint_as_float(v & 0xffff0000u); }
+// Of two pairs of logits, the larger ones; of a pair, the larger one.
+DEVICE u32 max_pairs(u32 a, u32 b) { return IS_HALF ? max_f16x2(a, b) : max_bf16x2(a, b); }
 DEVICE float larger(u32 v) { return fmaxf(low(v), high(v)); }
-DEVICE u32 largest(uint4 v) { return max_bf16x2(max_bf16x2(v.x, v.y), max_bf16x2(v.z, v.w)); }
+DEVICE u32 largest(uint4 v) { return max_pairs(max_pairs(v.x, v.y), max_pairs(v.z, v.w)); }
+// Two numbers rounded to logits, `a` in the low half.
+DEVICE u32 rounded(float a, float b) { return IS_HALF ? cvt_f16x2(a, b) : cvt_bf16x2(a, b); }
 
 // The largest of all lanes' numbers: their bits, ordered as integers are.
 DEVICE float max_lanes(float x) {
@@ -43,7 +44,7 @@ DEVICE float leaf_max(u32 base, int begin, int end, int lane) {
       r[k] = ld_shared_v4(base + min(v + 32 * k, end - 1) * 16);
     }
 #pragma unroll
-    for (int k = 0; k < VECTORS_AT_ONCE; k++) top = max_bf16x2(top, largest(r[k]));
+    for (int k = 0; k < VECTORS_AT_ONCE; k++) top = max_pairs(top, largest(r[k]));
   }
   return max_lanes(larger(top));
 }
@@ -55,10 +56,10 @@ DEVICE void add_vectors(LaneSums& x, u32 base, int begin, int end, int lane, Bas
   for (int v = begin + lane; v < end; v += 32) {
     auto add_two = [&](u32 u) {
       Logit a, b;
-      a.z = low(u);
-      a.exponent = fmaf(a.z, e.by, -e.at);
-      b.z = high(u);
-      b.exponent = fmaf(b.z, e.by, -e.at);
+      a.value = low(u);
+      a.exponent = fmaf(a.value, e.by, -e.at);
+      b.value = high(u);
+      b.exponent = fmaf(b.value, e.by, -e.at);
       a.power = ex2(a.exponent);
       b.power = ex2(b.exponent);
       x.even += a.power;
@@ -71,9 +72,9 @@ DEVICE void add_vectors(LaneSums& x, u32 base, int begin, int end, int lane, Bas
 }
 
 // The node of the vectors from `begin` to `end` in shared memory at `base`, by a warp.
-DEVICE Node leaf(u32 base, int begin, int end, int lane) {
+DEVICE Node leaf(u32 base, int begin, int end, int lane, float scale) {
   const float max = leaf_max(base, begin, end, lane);
-  const Base2 e = base2(finite(max));
+  const Base2 e = base2(finite(max), scale);
   LaneSums sums = {};
   add_vectors(sums, base, begin, end, lane, e, true);
   if (!(Optional::magnitude(sums) < INF)) {  // very low logits, among them -inf

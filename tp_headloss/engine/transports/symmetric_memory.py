@@ -156,7 +156,7 @@ class _Group:
                 )
                 self.memories[of_one_read] = None
                 return None
-        self.memories.setdefault(of_one_read, []).append(memory)
+        self.memories[of_one_read] = [*(self.memories.get(of_one_read) or ()), memory]
         return memory
 
 

@@ -27,19 +27,20 @@ from ..one_read.launch import (
     Upstream,
     columns_of,
     cuts_of,
-    is_whole,
     memory_of,
+    obstacle_to_rows,
 )
 from ..one_read.params import RANKS, TERMS, VALUES
 from ..passes import Reduced
 from ..reductions import FusedReduction
-from ..request import Facts, Request, without_gaps
+from ..request import Facts, Request, Tensors, without_gaps
 from .way import Case, Found, Loss, Way
 
 SUMMED = {*TERMS, "target_logit", "hits"}
 # statistics besides: the kernel is compiled with their names in capitals
 FLAGS = "entropy", "argmax", "total"
 ALIGNED = 32  # columns of which a multiple has no gaps between the rows of a block
+DTYPES = torch.bfloat16, torch.float16
 # of GPUs, logits of a rank and columns where it was faster
 CAPABILITY, FEWEST, NARROWEST = (9, 0), 1 << 23, 8192
 
@@ -83,7 +84,7 @@ class OneRead(Way):
                 return "gradient='forward' beside inplace=True: the logits are gone before the backward"
             if found := obstacle_to_logits(case.request) or _obstacle_to_speed(case.request):
                 return found
-        return obstacle_to_loss(case.request, case.loss.in_one_read)
+        return obstacle_to_loss(case.request, case.loss.in_one_read, case.inplace)
 
     @classmethod
     def of_kind(cls, case: Case) -> OneRead:
@@ -114,8 +115,11 @@ class OneRead(Way):
         if self.inplace:  # written for an upstream gradient of 1
             gradient = without_gaps(gradient)
             load_backend(ctx.request.facts.backend).gradient_for(gradient, loss)
-        elif not ctx.completion.complete(gradient, loss, others):
-            return None
+        else:
+            count = len(ctx.needs_input_grad) - 3
+            tensors = Tensors(*others[:count])
+            if not ctx.completion.complete(gradient, loss, tensors, others[count:]):
+                return None
         ctx.is_taken = True  # only the first backward has the gradient that the forward wrote
         # which may be written to: autograd does not take that for a change of what it saved
         return gradient.data
@@ -153,7 +157,7 @@ class OneReadBlocks(NamedTuple):
         obstacle = obstacle_to_logits(request) or _obstacle_to_speed(request)
         if obstacle or columns_of(request) % ALIGNED:
             return False
-        return obstacle_to_loss(request, self.reduction) is None and has_memory(request)
+        return obstacle_to_loss(request, self.reduction, True) is None and has_memory(request)
 
 
 def has_memory(request: Request) -> bool:
@@ -180,8 +184,8 @@ def obstacle_to_logits(request: Request) -> str | None:
     """Return what logits lack for one read."""
     logits = request.tensors.logits
     dtype, device = logits.dtype, logits.device
-    if dtype != torch.bfloat16 or device.type != "cuda":
-        return f"bfloat16 logits on a GPU, got {dtype} on {device.type}"
+    if dtype not in DTYPES or device.type != "cuda":
+        return f"bfloat16 or float16 logits on a GPU, got {dtype} on {device.type}"
     if torch.version.hip is not None or _capability(device) != CAPABILITY:
         return "an NVIDIA GPU of compute capability {}.{}".format(*CAPABILITY)
     return None
@@ -192,14 +196,14 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def obstacle_to_loss(request: Request, reduction: FusedReduction | None) -> str | None:
-    """Return what a call lacks for a forward that writes the gradient."""
+def obstacle_to_loss(
+    request: Request, reduction: FusedReduction | None, inplace: bool
+) -> str | None:
+    """Return what a call lacks for a forward that writes the gradient. inplace: over the logits."""
     facts, x = request.facts, request.tensors
     if reduction is None:
         return NO_REDUCTION
     columns = columns_of(request)
-    if x.temperatures is not None:
-        return "logits without a scale, softcap or temperature"
     if x.bias is not None:
         return "logits without a bias"
     found = _obstacle_of_kind(
@@ -207,11 +211,10 @@ def obstacle_to_loss(request: Request, reduction: FusedReduction | None) -> str 
     ) or obstacle_to_logits(request)
     if found:
         return found
-    if request.ways is None and [tensor for tensor in x[2:] if tensor is not None]:
+    others = [tensor for tensor in x._replace(temperatures=None)[2:] if tensor is not None]
+    if request.ways is None and others:
         return "a call without class weights, a teacher, sets, given ids or ranks"
-    if facts.world_size == 1 and not is_whole(x.logits, columns):
-        return "contiguous logits whose width is a multiple of 8"
-    return None
+    return obstacle_to_rows(x.logits, inplace) if facts.world_size == 1 else None
 
 
 @functools.lru_cache(maxsize=1024)
@@ -225,8 +228,8 @@ def _obstacle_of_kind(facts: Facts, plan, in_rows: bool, columns: int) -> str | 
     if others or len(statistics) > VALUES:
         named = dict.fromkeys((*summed, *facts.want))
         return f"no statistics but {sorted(SUMMED)}, and at most {VALUES} sums of them, got {list(named)}"
-    if (facts.scale, facts.softcap, facts.temperature) != (1.0, 0.0, 1.0):
-        return "logits without a scale, softcap or temperature"
+    if facts.softcap or facts.scale < 0:
+        return "logits without a softcap, and a positive scale"
     if columns % COLUMNS:
         return f"equal shards of a multiple of 8 ids, got {facts.vocab_size} ids on {facts.world_size} ranks"
     cuts = cuts_of(columns // facts.chunks, facts.chunks)
