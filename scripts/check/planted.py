@@ -51,7 +51,7 @@ GROUPS = {
         ("call/statistics.py", "vocab_statistics", "given.options.gradient == 'forward'", "False"),
         ("engine/one_read/launch.py", "cuts_of", "leaves > 1", "False"),
         ("engine/ways/one_read.py", "obstacle_to_logits", "dtype not in DTYPES or device.type != 'cuda'", "False"),
-        ("engine/ways/one_read.py", "_obstacle_of_kind", "facts.softcap or facts.scale < 0", "False"),
+        ("engine/ways/one_read.py", "_obstacle_of_kind", "facts.scale < 0", "False"),
         ("engine/ways/way.py", "Case.needs_gradient", "torch.is_grad_enabled()", "True"),
         ("engine/sums_triton.py", "gradient_for_kernel", "given == 1.0", "given == given"),
     ],

@@ -176,6 +176,21 @@ CASES = {
         "transform": hl.Transform(temperature=torch.tensor([0.7, math.nan, 1.0, 1.3, 0.2, 3.0])),
         "metrics": ("accuracy",),
     },
+    "a softcap": {
+        "transform": hl.Transform(softcap=30.0, scale=1.5),
+        "metrics": ("accuracy", "entropy", "lse"),
+    },
+    "a softcap and smoothing": {
+        "terms": (hl.CrossEntropy(label_smoothing=0.1), hl.ZLoss(0.01), hl.Entropy(-0.1)),
+        "transform": hl.Transform(softcap=4.0, temperature=0.7),
+    },
+    "a softcap and temperatures": {
+        "terms": (hl.PolicyGradient("clip", clip=(0.2, 0.28)), hl.Entropy(-0.1)),
+        "inputs": {name: POLICY[name] for name in ("advantages", "old_log_prob")},
+        "transform": hl.Transform(
+            softcap=15.0, temperature=torch.tensor([0.7, 1.0, 1.0, 1.3, 0.2, 3.0])
+        ),
+    },
     "GRPO at temperatures": {
         "terms": (hl.PolicyGradient("clip", clip=(0.2, 0.28)), hl.KLToReference(0.05)),
         "metrics": ("entropy", hl.PolicyMetrics(reference=True)),
@@ -447,8 +462,7 @@ def test_losses_on_statistics_besides_it_take_the_other_path(device):
 
 
 REFUSED = {
-    "a softcap": (dict(transform=hl.Transform(softcap=30.0)), "without a softcap"),
-    "a negative scale": (dict(transform=hl.Transform(scale=-1.0)), "and a positive scale"),
+    "a negative scale": (dict(transform=hl.Transform(scale=-1.0)), "a positive scale, got -1.0"),
     "a bias": (dict(transform=hl.Transform(bias=torch.zeros(V))), "logits without a bias"),
     "a collision": (
         dict(terms=(hl.CrossEntropy(), hl.Term("own", StatisticValue("collision")))),

@@ -261,6 +261,25 @@ def test_gradients_agree_with_float64(scale, by, host):
 
 
 @needs_compiler
+@pytest.mark.parametrize("before", [1 / 30, 1.0, -0.5])
+def test_a_softcap_is_a_tanh_and_has_its_slope(before, tmp_path):
+    logits = np.concatenate([np.linspace(-60, 60, 9999), [1e-6, -3e38, 3e38, np.inf]])
+    logits = logits.astype(np.float32)
+    found = np.empty((len(logits), 2), dtype=np.float32)
+    number = ctypes.c_float(before)
+    host = library(tmp_path, "-DSOFTCAP")
+    host.values(pointer(logits), pointer(found), len(logits), number)
+    exact = logits.astype(np.float64) * number.value
+    with np.errstate(over="ignore"):
+        slopes = np.cosh(exact) ** -2.0
+    np.testing.assert_allclose(found[:, 0], np.tanh(exact), rtol=3e-7)
+    np.testing.assert_allclose(found[:, 1], slopes, rtol=1e-5, atol=1e-37)
+    nothing = np.array([-np.inf, np.nan], dtype=np.float32)
+    host.values(pointer(nothing), pointer(found), 2, number)
+    assert found[0, 0] == -np.inf and np.isnan(found[1, 0])
+
+
+@needs_compiler
 @pytest.mark.parametrize("flag, dtype", [("-DHALF", np.float16), ("-DBF16", None)])
 def test_logits_are_the_numbers_of_their_bits(flag, dtype, tmp_path):
     bits = np.arange(1 << 16, dtype=np.uint32) << 16

@@ -70,11 +70,10 @@ class Options:
             what differs from step to step belongs into ``denominator`` or ``token_weight``. With ``inplace`` the
             gradient is for 1, and multiplied for others, which rounds it a second time. For
             bfloat16 or float16 logits on GPUs of compute capability 9.0, whose rows begin at multiples of 16 bytes;
-            equal shards on at most 8 ranks with symmetric memory; a positive scale and any temperatures, without
-            bias and softcap; terms that are statistics or `Term.pointwise` (no class weights), and at most six sums
-            of lse, log_prob, entropy, total, the accuracy and such terms; a reduction over tokens; no teacher, sets,
-            ids or rank, and no weights or inputs that require a gradient; ValueError for other calls that need a
-            gradient.
+            equal shards on at most 8 ranks with symmetric memory; a positive scale; no bias; terms that are
+            statistics or `Term.pointwise` (no class weights), and at most six sums of lse, log_prob, entropy,
+            total, the accuracy and such terms; a reduction over tokens; no teacher, sets, ids or rank, and no
+            weights or inputs that require a gradient; ValueError for other calls that need a gradient.
             "backward" has a launch of the backward write it. "auto" takes "forward" where it can and was measured to be
             faster, else "backward", also for the blocks of one sweep; the two may differ in the last bit. From the
             forward on the gradient takes memory, unless ``inplace`` has the forward write it over the logits. A rank

@@ -31,8 +31,9 @@ void gradients(const Node* x, float logit, const float* by, const float* z, floa
   Params q = {};
   q.lse_factor = by[0], q.log_prob_factor = by[1], q.entropy_factor = by[2];
   q.total_factor = by[3];
-  const Factors f = factors_of(q, 0, *x, logit, scale, 1, 1.0, Row{});
-  for (int i = 0; i < n; i++) found[i] = gradient_of(f, z[i], false);
+  q.before = 1.f;
+  const Factors f = factors_of(q, 0, *x, {logit, 1.f}, scale, 1, 1.0, Row{});
+  for (int i = 0; i < n; i++) found[i] = gradient_of(f, z[i], 1.f, false);
   found[n] = f.label;
 }
 
@@ -40,6 +41,14 @@ void gradients(const Node* x, float logit, const float* by, const float* z, floa
 void packets(const Node* x, Node* found, int n) {
   for (int i = 0; i < n; i++) {
     found[i] = Packet{first_store(x[i], 0, 1, 0), second_store(x[i], 1)}.node();
+  }
+}
+
+// With a softcap: values and slopes.
+void values(const float* logits, float* found, int n, float before) {
+  for (int i = 0; i < n; i++) {
+    const Value x = value_and_slope(logits[i], before);
+    found[2 * i] = x.value, found[2 * i + 1] = x.slope;
   }
 }
 

@@ -153,7 +153,12 @@ class Kind:
         terms = ["entropy"] if function is not None and function.has_entropy else []
         terms += [name for name, *_ in plan.gradients or () if function is None]
         flags = [name.upper() for name in facts.want]
-        flags += [name for name, wanted in self._more_flags(terms, rows) if wanted]
+        more = {
+            "ENTROPY_TERM": "entropy" in terms,
+            "HALF": rows.dtype == torch.float16,
+            "SOFTCAP": facts.softcap != 0.0,
+        }
+        flags += [name for name, wanted in more.items() if wanted]
         self.kernel = kernel_of(rows.device, function and function.source, *flags)
         self.n_outputs = 2 + len(layout.flags)
         self.allocated = self._outputs(layout, plan, function, rows)
@@ -162,10 +167,6 @@ class Kind:
         self.slopes = function.n_terms if function else None
         # `LateGradient`s by places of what they read
         self.late: dict[tuple, Any] = {}
-
-    @staticmethod
-    def _more_flags(terms: list[str], rows: Rows) -> list[tuple[str, bool]]:
-        return [("ENTROPY_TERM", "entropy" in terms), ("HALF", rows.dtype == torch.float16)]
 
     def _outputs(self, layout, plan, function, rows: Rows) -> list[torch.Tensor]:
         """The kind of each output, for `empty_like`, the quickest way to allocate; expanded, so
@@ -223,7 +224,8 @@ def _params(facts: Facts, plan, cuts: Cuts, rows: Rows, number: float) -> Params
         gradient_stride=rows.gradient_stride,
         number=number,
         **factors,
-        scale=facts.scale / facts.temperature,
+        before=facts.scale / facts.softcap if facts.softcap else 1.0,
+        scale=(facts.softcap or facts.scale) / facts.temperature,
         rows=rows.n_rows,
         width=width,
         valid_width=facts.valid_width,

@@ -11,6 +11,26 @@ DEVICE float high(u32 v) {
   return IS_HALF ? cvt_f32_f16((u16)(v >> 16)) : __uint_as_float(v & 0xffff0000u);
 }
 
+// The value of a logit, and its derivative but for `before`. Without cancellation: near 0 by a
+// polynomial, as in `numerics_triton`. A logit of -inf is none at all, see `lift`.
+struct Value {
+  float value, slope;
+};
+DEVICE Value value_and_slope(float logit, float before) {
+  if constexpr (!HAS_SOFTCAP) return {logit, 1.f};
+  const float a = logit * before, t = a * a;
+  if (t < 0.3025f) {
+    const float p = fmaf(fmaf(fmaf(t, -0.00628256006f, 0.0210778173f), t, -0.0538538732f), t,
+                         0.133326024f);
+    const float tanh = fmaf(a * t, fmaf(p, t, -0.333333194f), a);
+    return {tanh, fmaf(-tanh, tanh, 1.f)};
+  }
+  const float e = ex2(fabsf(a) * (-2.f * LOG2E)), r = reciprocal(1.f + e), w = e * r;
+  const float far = fmaf(w, -2.f, 1.f);
+  return {logit == -INF ? -INF : a < 0.f ? -far : far, 4.f * w * r};
+}
+DEVICE float value_of(float logit, float before) { return value_and_slope(logit, before).value; }
+
 // -- Joins ----------------------------------------------------------------------------------------
 
 // The sums of two parts of a row relative to the larger maximum. Each operation rounds by itself,
@@ -42,7 +62,7 @@ struct Packet {
     return first.w >> 2 == tag && (WORDS == 1 || second.w >> 2 == tag);
   }
   DEVICE int count() const { return first.z & 0xffffu; }
-  DEVICE float logit() const { return high(first.z); }
+  DEVICE float logit() const { return high(first.z); }  // the label's
   DEVICE bool has(u32 flag) const { return first.w & flag; }
   DEVICE Node node() const {
     return {__uint_as_float(first.x),  __uint_as_float(first.y), __uint_as_float(second.x),
@@ -94,8 +114,8 @@ DEVICE Softmax softmax_of(const Node& x, float logit, float scale) {
   return r;
 }
 
-// The gradient of a logit: 2^t * (each + slope * t) + flat with t = by * logit - at, where it is
-// above -inf; that of the label; whether no logit is -inf.
+// The gradient of a value: 2^t * (each + slope * t) + flat with t = by * value - at, where it is
+// above -inf; that of the label's logit; whether no logit is -inf.
 struct __align__(16) Factors {
   float by, at, each, slope, flat, label;
   bool is_plain;
@@ -103,8 +123,9 @@ struct __align__(16) Factors {
 
 // The factors of a row's gradient. owners: of its label, see `owners_of`; upstream: gradient of the
 // loss over its divisor; by: derivatives of a row function's terms.
-DEVICE Factors factors_of(const Params& q, int row, Node x, float logit, float scale, int owners,
+DEVICE Factors factors_of(const Params& q, int row, Node x, Value label, float scale, int owners,
                           double upstream, const Row& by) {
+  const float logit = label.value, chain = scale * q.before;
   const Softmax softmax = softmax_of(x, logit, scale);
   const float whole = softmax.whole;
   float by_lse = q.lse_factor, by_log_prob = q.log_prob_factor;
@@ -130,18 +151,20 @@ DEVICE Factors factors_of(const Params& q, int row, Node x, float logit, float s
   Optional::differentiate(g, q, by, x, softmax, factor);
   if (!(whole > 0.f) || owners != 1) g.each = g.label = NONE;
   const Base2 base = base2(softmax.shift, scale);
-  const float moved = ex2(-base.rest) * scale;
+  const float moved = ex2(-base.rest) * chain;
   const float each = (g.each - g.slope * LN2 * base.rest) * moved;
-  return {base.by, base.at, each, g.slope * LN2 * moved, g.flat * scale, g.label * scale};
+  const float of_label = g.label * chain * label.slope;
+  return {base.by, base.at, each, g.slope * LN2 * moved, g.flat * chain, of_label};
 }
 
-DEVICE float gradient_of(const Factors& f, float logit, bool is_plain) {
+DEVICE float gradient_of(const Factors& f, float logit, float before, bool is_plain) {
   float each = f.each;
-  const float t = fmaf(logit, f.by, -f.at);
+  const Value x = value_and_slope(logit, before);
+  const float t = fmaf(x.value, f.by, -f.at);
   // where 2^t underflows the factor stays finite, so that their product is 0
   if constexpr (HAS_ENTROPY_TERM) each = fmaf(f.slope, fmaxf(t, -300.f), each);
   if constexpr (WANTS_TOTAL) {
     if (!is_plain && logit == -INF) return each * ex2(t);
   }
-  return fmaf(each, ex2(t), f.flat);
+  return fmaf(each, ex2(t), f.flat) * x.slope;
 }

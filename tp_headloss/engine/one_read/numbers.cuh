@@ -8,8 +8,8 @@ typedef long long i64;
 #define DEVICE __device__ __forceinline__
 
 // What the kernel is compiled with: statistics that a call wants besides lse and log_prob, whether
-// a term of its loss is an entropy, whether its logits are fp16 instead of bf16, and whether a
-// `row_function` stands before the source.
+// a term of its loss is an entropy, whether its logits are fp16 instead of bf16 and have a softcap,
+// and whether a `row_function` stands before the source.
 #ifdef ENTROPY
 constexpr bool WANTS_ENTROPY = true;
 #else
@@ -30,12 +30,17 @@ constexpr bool HAS_ENTROPY_TERM = true;
 #else
 constexpr bool HAS_ENTROPY_TERM = false;
 #endif
+#ifdef SOFTCAP
+constexpr bool HAS_SOFTCAP = true;
+#else
+constexpr bool HAS_SOFTCAP = false;
+#endif
 #ifdef HALF
 constexpr bool IS_HALF = true;
-constexpr u32 LOWEST = 0xfc00fc00u;  // two logits of -inf
+constexpr u32 LOWEST = 0xfc00fc00u, LOWEST_FINITE = 0xfbfffbffu;  // two logits; LOWEST: -inf
 #else
 constexpr bool IS_HALF = false;
-constexpr u32 LOWEST = 0xff80ff80u;
+constexpr u32 LOWEST = 0xff80ff80u, LOWEST_FINITE = 0xff7fff7fu;
 #endif
 // Statistics that a row function has derivatives by, and those that it is given; see `params.py`.
 constexpr int SLOPES = 4, KNOWN = 5;

@@ -42,7 +42,9 @@ struct Params {
   float entropy_factor, entropy_square;
   float total_factor, total_square;
   float coefficients[VALUES];  // of the values' sums in the loss
-  float scale;                 // of the logits, divided by the temperature if that is one number
+  // Before and after the tanh of a softcap, or the logits' scale; the latter is divided by the
+  // temperature, if that is one number.
+  float before, scale;
 
   int n_values;
   int squares, negatives, bools;  // bits: values that are squared, subtracted, bool
@@ -62,7 +64,7 @@ struct Item {
   int valid;    // columns of the vocabulary
   int target;   // the label's column or -1
   bool ignored;
-  float scale;  // z = scale * logit
+  float scale;  // z = scale * value
 };
 
 DEVICE i64 label_of(const Params& q, int row) {

@@ -81,6 +81,7 @@ NUMBERS: dict[str, Any] = {
     "number": ctypes.c_double,
     **{f"{name}_{kind}": ctypes.c_float for name in TERMS for kind in ("factor", "square")},
     "coefficients": ctypes.c_float * VALUES,
+    "before": ctypes.c_float,
     "scale": ctypes.c_float,
     "n_values": ctypes.c_int,
     "squares": ctypes.c_int,

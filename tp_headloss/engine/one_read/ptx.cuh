@@ -137,6 +137,13 @@ DEVICE float ex2(float x) {
   return y;
 }
 
+// "Floating Point Instructions: rcp". 1 / x to one unit in the last place.
+DEVICE float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // "Half Precision Floating Point Instructions: max". Of two pairs; a NaN loses.
 DEVICE u32 max_bf16x2(u32 a, u32 b) {
   u32 c;
@@ -148,6 +155,19 @@ DEVICE u32 max_bf16x2(u32 a, u32 b) {
 DEVICE u32 max_f16x2(u32 a, u32 b) {
   u32 c;
   asm("max.f16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+  return c;
+}
+
+// "Half Precision Floating Point Instructions: max", where a NaN wins.
+DEVICE u32 max_nan_bf16x2(u32 a, u32 b) {
+  u32 c;
+  asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+  return c;
+}
+// "Half Precision Floating Point Instructions: max"
+DEVICE u32 max_nan_f16x2(u32 a, u32 b) {
+  u32 c;
+  asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
   return c;
 }
 

@@ -144,6 +144,8 @@ DEVICE Node sum_leaf(const Params& q, const Program& p, const Item& item, int le
   const int begin = min(begin_of_leaf(q, first + leaf_of_item) - from, item.vectors);
   const int end = min(begin_of_leaf(q, first + leaf_of_item + 1) - from, item.vectors);
   u16* columns = p.columns(q);
+  const u32 base = shared_address(columns);
+  if constexpr (HAS_SOFTCAP) lift(base, begin, end, p.lane);
   if (p.lane == 0 && item.target >= 8 * begin && item.target < 8 * end) {
     p.s.logit[p.slot] = columns[item.target];
     columns[item.target] = (u16)LOWEST;
@@ -152,7 +154,7 @@ DEVICE Node sum_leaf(const Params& q, const Program& p, const Item& item, int le
     columns[c] = (u16)LOWEST;
   }
   __syncwarp();  // I4: other lanes read these columns
-  return leaf(shared_address(columns), begin, end, p.lane, item.scale);
+  return leaf(base, begin, end, p.lane, q.before, item.scale);
 }
 
 DEVICE void sum(const Params& q, Program& p) {
@@ -187,11 +189,12 @@ DEVICE int first_index(const Params& q, const Program& p, const Item& item, cons
   const int end = min(begin_of_leaf(q, leaf + 1) - from, item.vectors);
   int v = end;
   for (int k = end - 1 - p.lane; k >= begin_of_leaf(q, leaf) - from; k -= 32) {
-    if (larger(largest(vectors[k])) == x.max) v = k;
+    if (value_of(larger(largest(vectors[k])), q.before) == x.max) v = k;
   }
   v = __reduce_min_sync(~0u, v);
   const u16* columns = (const u16*)(vectors + v);
-  const u32 found = __ballot_sync(~0u, v < end && low(columns[p.lane % 8]) == x.max);
+  const float value = value_of(low(columns[p.lane % 8]), q.before);
+  const u32 found = __ballot_sync(~0u, v < end && value == x.max);
   return found ? (int)q.start + 8 * (from + v) + __ffs(found) - 1 : NO_INDEX;
 }
 
@@ -285,7 +288,9 @@ DEVICE void merge(const Params& q, Program& p) {
     const Node x = join_lanes(packet.node(), p.all, item.scale);
     const u32 own = __ballot_sync(~0u, p.lane < p.all && packet.has(OWNER));
     const u32 ignore = __ballot_sync(~0u, p.lane < p.all && packet.has(IGNORED));
-    const float logit = __shfl_sync(~0u, packet.logit(), own ? __ffs(own) - 1 : 0);
+    const float raw = __shfl_sync(~0u, packet.logit(), own ? __ffs(own) - 1 : 0);
+    const Value label = value_and_slope(raw, q.before);
+    const float logit = label.value;
     Solved solved = {};
     Row by = {};
     if constexpr (HAS_ROWS) {
@@ -295,7 +300,7 @@ DEVICE void merge(const Params& q, Program& p) {
     if (p.lane == 0) {
       const int owners = owners_of(own, ignore);
       s.factor[p.slot] =
-          factors_of(q, item.row, x, logit, item.scale, owners, over_divisor, by);
+          factors_of(q, item.row, x, label, item.scale, owners, over_divisor, by);
       s.factor[p.slot].is_plain = count == item.valid - (item.target >= 0);
       arrive(&s.ready[p.slot]);  // I4, I9
       if (!HAS_ROWS && item.piece == 0) solved = solve(x, logit, item.scale);
@@ -314,7 +319,8 @@ DEVICE void write_gradient(const Params& q, const Program& p, const Item& item, 
   const u32 base = shared_address(columns);
   const Factors f = p.s.factor[p.slot];
   auto two = [&](u32 u, bool is_plain) {
-    return rounded(gradient_of(f, low(u), is_plain), gradient_of(f, high(u), is_plain));
+    return rounded(gradient_of(f, low(u), q.before, is_plain),
+                   gradient_of(f, high(u), q.before, is_plain));
   };
   auto eight = [&](const uint4& r, bool is_plain) {
     return make_uint4(two(r.x, is_plain), two(r.y, is_plain), two(r.z, is_plain),

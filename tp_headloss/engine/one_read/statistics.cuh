@@ -6,17 +6,17 @@
 #include "params.cuh"
 #include "ptx.cuh"
 
-// Statistics are those of z = scale * logit, and scale > 0 is one number for each row. Maxima and
-// totals are kept without it, as sums of logits as they are in memory: so differences of logits are
-// exact, and only these are scaled.
+// Statistics are those of z = scale * value, and scale > 0 is one number for each row. A value is
+// the logit as it is in memory, or with a softcap tanh(before * logit). Maxima and totals are those
+// of values: so differences of logits are exact, and only these are scaled.
 
 // Sums over some columns of a row, without the label's. The name before a colon is that of the
 // statistic which has the field, and leaves it alone where nobody wants it.
 struct Node {
-  float max;     // of the logits
-  float sum;     // of exp(scale * (logit - max))
-  float moment;  // Entropy: of exp(scale * (logit - max)) * scale * (logit - max)
-  float total;   // Total: of the logits above -inf
+  float max;     // of the values
+  float sum;     // of exp(scale * (value - max))
+  float moment;  // Entropy: of exp(scale * (value - max)) * scale * (value - max)
+  float total;   // Total: of the values above -inf
   int count;     // Total: how many these are
   int index;     // Argmax: lowest id of the maximum; until `post` has looked, the first such leaf
 };
@@ -28,15 +28,16 @@ struct Drop {
   float drop, factor;
 };
 
-// exp(scale * (logit - shift)) = 2^(logit * by - at - rest), of which `rest` is the same for all
-// logits: one rounding. Logits have 16 bits, so that beyond a million all z are equal or hundreds
+// exp(scale * (value - shift)) = 2^(value * by - at - rest), of which `rest` is the same for all
+// values: one rounding. Logits have 16 bits, so that beyond a million all z are equal or hundreds
 // apart, whatever the base; `rest` would be large there, and a power of 2 has none.
 struct Base2 {
   float by, at, rest;
 };
 DEVICE Base2 base2(float shift, float scale) {
   const float power = __uint_as_float(__float_as_uint(scale) & 0x7f800000u);
-  const float by = fabsf(shift * scale) > 1e6f ? power : scale * LOG2E, at = shift * by;
+  const bool is_far = !HAS_SOFTCAP && fabsf(shift * scale) > 1e6f;
+  const float by = is_far ? power : scale * LOG2E, at = shift * by;
   return {by, at, fmaf(shift, by, -at)};
 }
 
@@ -52,7 +53,7 @@ struct LaneSums {
   int count;
 };
 
-// A row's statistics in float64, from its node without the label and the label's logit.
+// A row's statistics in float64, from its node without the label and the label's value.
 struct Solved {
   double max;      // the largest z without the label's
   double z;        // the label's
@@ -71,12 +72,12 @@ struct Solved {
 
 // A row's softmax in float32, from which its gradient's factors come; as `Solved`.
 struct Softmax {
-  float top, shift;  // logits; shift: a finite top
+  float top, shift;  // values; shift: a finite top
   float label, others, whole;
-  float logit;  // the label's
+  float logit;  // the label's value
   float scale;
   DEVICE float log_sum() const { return logit == top ? log1pf(others) : logf(whole); }
-  // How far z of a logit lies below the largest.
+  // How far z of a value lies below the largest.
   DEVICE float drop(float value) const { return (value - shift) * scale; }
 };
 

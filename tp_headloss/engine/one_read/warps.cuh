@@ -49,16 +49,30 @@ DEVICE float leaf_max(u32 base, int begin, int end, int lane) {
   return max_lanes(larger(top));
 }
 
+// A softcap makes a value of a logit of -inf, too. So it becomes the lowest finite logit, which has
+// the same value, before -inf stands for what is left out; NaN stays.
+DEVICE void lift(u32 base, int begin, int end, int lane) {
+  auto lifted = [](u32 v) {
+    return IS_HALF ? max_nan_f16x2(v, LOWEST_FINITE) : max_nan_bf16x2(v, LOWEST_FINITE);
+  };
+  for (int v = begin + lane; v < end; v += 32) {
+    const uint4 r = ld_shared_v4(base + v * 16);
+    const uint4 x = make_uint4(lifted(r.x), lifted(r.y), lifted(r.z), lifted(r.w));
+    if (x.x != r.x || x.y != r.y || x.z != r.z || x.w != r.w) st_shared_v4(base + v * 16, x);
+  }
+  __syncwarp();  // another lane marks columns that are left out
+}
+
 // Add a lane's part of the same vectors to its sums. is_plain: no logit is -inf.
-DEVICE void add_vectors(LaneSums& x, u32 base, int begin, int end, int lane, Base2 e,
+DEVICE void add_vectors(LaneSums& x, u32 base, int begin, int end, int lane, Base2 e, float before,
                         bool is_plain) {
 #pragma unroll 1
   for (int v = begin + lane; v < end; v += 32) {
     auto add_two = [&](u32 u) {
       Logit a, b;
-      a.value = low(u);
+      a.value = value_of(low(u), before);
       a.exponent = fmaf(a.value, e.by, -e.at);
-      b.value = high(u);
+      b.value = value_of(high(u), before);
       b.exponent = fmaf(b.value, e.by, -e.at);
       a.power = ex2(a.exponent);
       b.power = ex2(b.exponent);
@@ -72,14 +86,14 @@ DEVICE void add_vectors(LaneSums& x, u32 base, int begin, int end, int lane, Bas
 }
 
 // The node of the vectors from `begin` to `end` in shared memory at `base`, by a warp.
-DEVICE Node leaf(u32 base, int begin, int end, int lane, float scale) {
-  const float max = leaf_max(base, begin, end, lane);
+DEVICE Node leaf(u32 base, int begin, int end, int lane, float before, float scale) {
+  const float max = value_of(leaf_max(base, begin, end, lane), before);
   const Base2 e = base2(finite(max), scale);
   LaneSums sums = {};
-  add_vectors(sums, base, begin, end, lane, e, true);
+  add_vectors(sums, base, begin, end, lane, e, before, true);
   if (!(Optional::magnitude(sums) < INF)) {  // very low logits, among them -inf
     sums = {};
-    add_vectors(sums, base, begin, end, lane, e, false);
+    add_vectors(sums, base, begin, end, lane, e, before, false);
   }
   Node x = nothing();
   x.max = max;

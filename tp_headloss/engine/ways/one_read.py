@@ -41,8 +41,8 @@ SUMMED = {*TERMS, "target_logit", "hits"}
 FLAGS = "entropy", "argmax", "total"
 ALIGNED = 32  # columns of which a multiple has no gaps between the rows of a block
 DTYPES = torch.bfloat16, torch.float16
-# of GPUs, logits of a rank and columns where it was faster
-CAPABILITY, FEWEST, NARROWEST = (9, 0), 1 << 23, 8192
+# of GPUs, logits of a rank, and columns of one rank and of one of several where it was faster
+CAPABILITY, FEWEST, NARROWEST_ALONE, NARROWEST = (9, 0), 1 << 22, 2048, 4096
 
 NO_REDUCTION = (
     "the triton backend, a reduction over tokens, weights, denominators and inputs without a "
@@ -170,8 +170,9 @@ def has_memory(request: Request) -> bool:
 def _obstacle_to_speed(request: Request) -> str | None:
     """Return the obstacle of a call that is smaller than those that were measured to be faster."""
     rows, columns = request.tensors.logits.shape[0], columns_of(request)
+    narrowest = NARROWEST_ALONE if request.facts.world_size == 1 else NARROWEST
     for name, least, got in (
-        ("columns", NARROWEST, columns),
+        ("columns", narrowest, columns),
         ("logits", FEWEST, rows * columns),
     ):
         if got < least:
@@ -228,8 +229,8 @@ def _obstacle_of_kind(facts: Facts, plan, in_rows: bool, columns: int) -> str | 
     if others or len(statistics) > VALUES:
         named = dict.fromkeys((*summed, *facts.want))
         return f"no statistics but {sorted(SUMMED)}, and at most {VALUES} sums of them, got {list(named)}"
-    if facts.softcap or facts.scale < 0:
-        return "logits without a softcap, and a positive scale"
+    if facts.scale < 0:
+        return f"a positive scale, got {facts.scale}"
     if columns % COLUMNS:
         return f"equal shards of a multiple of 8 ids, got {facts.vocab_size} ids on {facts.world_size} ranks"
     cuts = cuts_of(columns // facts.chunks, facts.chunks)
