@@ -1,6 +1,7 @@
 """What the backward of one read adds to its forward: the gradient where that was not foreseen, and
 what is foreseen."""
 
+import functools
 import itertools
 import math
 import random
@@ -37,6 +38,7 @@ def forward(device, terms, metrics, weighted=False, width=WIDTH, valid=WIDTH, dt
     given = {"shard": hl.VocabShard(0, width, valid), "token_weight": weight}
     head = hl.HeadLoss(terms, metrics=metrics, options=hl.Options(backend="triton"))
 
+    @functools.cache
     def expected(upstream):
         x = logits.clone().requires_grad_()
         return torch.autograd.grad(upstream * head(x, labels, **given).loss, x)[0]

@@ -4,9 +4,9 @@ capabilities; needs no GPU), or for AMD's GPUs by `gfx942 gfx950`.
 The variants are those that the launchers ask for: public functions are called with small CPU
 tensors while a recorder stands in for Triton's launch, and Triton's own specialisation says what is
 compiled for each call. The calls cover every two values of every two axes (`CALLS`, `HEADS`). Of
-each kernel's variants those are compiled that together have every value of every axis, for one
-capability each in turn (`--all`: all of them for every one). Run without TRITON_INTERPRET, in a
-process of its own.
+each kernel's variants those are compiled that together have everything that any of them tells the
+compiler, see `told`, for one capability each in turn (`--all`: all of them for every one). Run
+without TRITON_INTERPRET, in a process of its own.
 
 Prints one line per kernel with the most that a variant takes, one per failure, and a total. A
 variant that spills registers, or takes more shared memory than every GPU gives without asking, is a
@@ -74,6 +74,8 @@ TEACHERS = [
     ("log_probs_at", "rank"), ("log_probs_at", "topk_forward_kl"),
     ("log_probs_at", "set_log_prob", "set_log_mass", "topk_log_mass"),
 ]  # fmt: skip
+# The lists that take most registers.
+MOST = FULL_TEACHER, TOPK_TEACHER, TEACHERS[-1]
 CALLS = {
     "teacher": TEACHERS,
     "group": [(1, False), (2, True), (3, False), (8, True), (512, True)],  # ranks, symmetric memory
@@ -516,8 +518,7 @@ def dumped(compiled, what: str) -> str:
 def check_waits(compiled):
     """Raise ValueError where a GEMM waits for each multiplication: the assembler makes it so, and
     only says it in a message, if anything else may read or write accumulators meanwhile. A third
-    more time."""
-    # of capability 9.0
+    more time. Of capability 9.0."""
     products = [line for line in dumped(compiled, "-sass").splitlines() if "HGMMA" in line]
     if len(products) > 1 and all("gsb0" in line for line in products):
         raise ValueError("multiplications of the tensor cores must not wait for each other")
@@ -572,17 +573,49 @@ class Resources(NamedTuple):
             )
 
 
+def leaves(at: tuple, value):
+    """Places and values within nested tuples; a record's fields have their names."""
+    if not isinstance(value, tuple):
+        yield at, value
+        return
+    for name, part in zip(getattr(value, "_fields", range(len(value))), value):
+        yield from leaves((*at, name), part)
+
+
+def told(variant: Variant) -> set:
+    """What the compiler is told: types of the arguments, what is known of their values, constants.
+
+    Of a family the place among the others is left out, and of a row in a buffer its number."""
+    names = variant.kernel.arg_names
+    families = names.index("families") if "families" in names else None
+    facts = {
+        (place, str(kind))
+        for name, argument in variant.signature.items()
+        if name != "families"
+        for place, kind in leaves((name,), argument)
+    }
+    for at, constant in variant.constants.items():
+        place = (at[0], *at[2:]) if at[0] == families else at
+        value = getattr(constant, "value", constant)
+        if not isinstance(value, tuple):
+            facts.add((place, repr(value)))
+        facts |= {(field, row is None) for field, row in leaves(place, value) if field != place}
+    return facts | {(at, str(known)) for at, known in variant.attributes.items()}
+
+
 def covering(variants: list[Variant]) -> list[Variant]:
-    """A few of a kernel's variants that together have every value of every axis that its calls
-    have."""
-    values = [
-        {(type(variant.case), *value) for value in enumerate(variant.case)} for variant in variants
-    ]
-    missing, chosen = set().union(*values), []
+    """A few of a kernel's variants that together tell the compiler all that any of them does,
+    those with the most statistics at once among them."""
+    facts = [told(variant) for variant in variants]
+    for variant, of_variant in zip(variants, facts):
+        wanted = getattr(variant.case, "teacher", ())
+        if wanted in MOST:
+            of_variant.add(wanted)
+    missing, chosen = set().union(*facts), []
     while missing:
-        most = max(range(len(variants)), key=lambda i: len(values[i] & missing))
+        most = max(range(len(variants)), key=lambda i: len(facts[i] & missing))
         chosen.append(variants[most])
-        missing -= values[most]
+        missing -= facts[most]
     return chosen
 
 
@@ -632,7 +665,7 @@ def main(capabilities, everything: bool):
             architecture = capability if isinstance(capability, str) else f"sm_{capability}"
             taken[f"{variant.name} {architecture}"].append(resources)
             resources.check(variant, capability)
-            if variant.name in GEMMS:
+            if variant.name in GEMMS and capability == 90:
                 check_waits(kernel)
             compiled += 1
         except Exception as error:  # every failure is listed before the exit
