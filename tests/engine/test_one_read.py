@@ -1002,7 +1002,7 @@ def _blocks(group, device, case):
     # blocks of 128 tokens
     linear = hl.Linear("one_sweep", budget=128 * 2 * len(columns) + 4 * columns.numel())
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("FEWEST", "NARROWEST"):
+        for name in ("FEWEST", "NARROWEST_ALONE", "NARROWEST"):
             patch.setattr(one_read, name, 0)
         launch = one_read_launch.statistics_and_gradient
         counted = lambda *args, **kwargs: launches.append(1) or launch(*args, **kwargs)  # noqa: E731

@@ -11,25 +11,29 @@ DEVICE float high(u32 v) {
   return IS_HALF ? cvt_f32_f16((u16)(v >> 16)) : __uint_as_float(v & 0xffff0000u);
 }
 
-// The value of a logit, and its derivative but for `before`. Without cancellation: near 0 by a
-// polynomial, as in `numerics_triton`. A logit of -inf is none at all, see `lift`.
+// The value of a logit, and its derivative but for `before`. Without cancellation: near 0, where
+// most logits lie, by a polynomial that is tanh to 8e-8, which takes no branch if it is known that
+// the logit is near. A logit of -inf is none at all, see `lift`.
 struct Value {
   float value, slope;
 };
-DEVICE Value value_and_slope(float logit, float before) {
+constexpr float NEAR = 0.5f;
+DEVICE Value value_and_slope(float logit, float before, bool is_near = false) {
   if constexpr (!HAS_SOFTCAP) return {logit, 1.f};
   const float a = logit * before, t = a * a;
-  if (t < 0.3025f) {
-    const float p = fmaf(fmaf(fmaf(t, -0.00628256006f, 0.0210778173f), t, -0.0538538732f), t,
-                         0.133326024f);
-    const float tanh = fmaf(a * t, fmaf(p, t, -0.333333194f), a);
+  if (is_near || t < NEAR * NEAR) {
+    const float p = fmaf(fmaf(fmaf(t, 0.017241491f, -0.053045493f), t, 0.13325879f), t,
+                         -0.33333144f);
+    const float tanh = fmaf(a * t, p, a);
     return {tanh, fmaf(-tanh, tanh, 1.f)};
   }
   const float e = ex2(fabsf(a) * (-2.f * LOG2E)), r = reciprocal(1.f + e), w = e * r;
   const float far = fmaf(w, -2.f, 1.f);
   return {logit == -INF ? -INF : a < 0.f ? -far : far, 4.f * w * r};
 }
-DEVICE float value_of(float logit, float before) { return value_and_slope(logit, before).value; }
+DEVICE float value_of(float logit, float before, bool is_near = false) {
+  return value_and_slope(logit, before, is_near).value;
+}
 
 // -- Joins ----------------------------------------------------------------------------------------
 
@@ -157,9 +161,10 @@ DEVICE Factors factors_of(const Params& q, int row, Node x, Value label, float s
   return {base.by, base.at, each, g.slope * LN2 * moved, g.flat * chain, of_label};
 }
 
-DEVICE float gradient_of(const Factors& f, float logit, float before, bool is_plain) {
+DEVICE float gradient_of(const Factors& f, float logit, float before, bool is_plain,
+                         bool is_near) {
   float each = f.each;
-  const Value x = value_and_slope(logit, before);
+  const Value x = value_and_slope(logit, before, is_near);
   const float t = fmaf(x.value, f.by, -f.at);
   // where 2^t underflows the factor stays finite, so that their product is 0
   if constexpr (HAS_ENTROPY_TERM) each = fmaf(f.slope, fmaxf(t, -300.f), each);

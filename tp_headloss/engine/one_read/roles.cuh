@@ -318,13 +318,16 @@ DEVICE void write_gradient(const Params& q, const Program& p, const Item& item, 
   u16* columns = p.columns(q);
   const u32 base = shared_address(columns);
   const Factors f = p.s.factor[p.slot];
-  auto two = [&](u32 u, bool is_plain) {
-    return rounded(gradient_of(f, low(u), q.before, is_plain),
-                   gradient_of(f, high(u), q.before, is_plain));
+  auto two = [&](u32 u, bool is_plain, bool is_near) {
+    return rounded(gradient_of(f, low(u), q.before, is_plain, is_near),
+                   gradient_of(f, high(u), q.before, is_plain, is_near));
+  };
+  auto all = [&](const uint4& r, bool is_plain, bool is_near) {
+    return make_uint4(two(r.x, is_plain, is_near), two(r.y, is_plain, is_near),
+                      two(r.z, is_plain, is_near), two(r.w, is_plain, is_near));
   };
   auto eight = [&](const uint4& r, bool is_plain) {
-    return make_uint4(two(r.x, is_plain), two(r.y, is_plain), two(r.z, is_plain),
-                      two(r.w, is_plain));
+    return are_near(r, q.before) ? all(r, is_plain, true) : all(r, is_plain, false);
   };
 #pragma unroll 1
   for (int v = begin + p.lane; v < end && !item.ignored; v += 32) {

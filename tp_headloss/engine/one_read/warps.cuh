@@ -24,6 +24,13 @@ DEVICE Node join_lanes(Node x, int lanes, float scale) {
 DEVICE u32 max_pairs(u32 a, u32 b) { return IS_HALF ? max_f16x2(a, b) : max_bf16x2(a, b); }
 DEVICE float larger(u32 v) { return fmaxf(low(v), high(v)); }
 DEVICE u32 largest(uint4 v) { return max_pairs(max_pairs(v.x, v.y), max_pairs(v.z, v.w)); }
+// Whether all eight logits are near, see `value_and_slope`.
+DEVICE bool are_near(uint4 v, float before) {
+  if constexpr (!HAS_SOFTCAP) return true;
+  auto size = [](u32 pair) { return pair & 0x7fff7fffu; };
+  const uint4 sizes = make_uint4(size(v.x), size(v.y), size(v.z), size(v.w));
+  return larger(largest(sizes)) * before < NEAR;  // of NaN both say NaN
+}
 // Two numbers rounded to logits, `a` in the low half.
 DEVICE u32 rounded(float a, float b) { return IS_HALF ? cvt_f16x2(a, b) : cvt_bf16x2(a, b); }
 
@@ -68,11 +75,11 @@ DEVICE void add_vectors(LaneSums& x, u32 base, int begin, int end, int lane, Bas
                         bool is_plain) {
 #pragma unroll 1
   for (int v = begin + lane; v < end; v += 32) {
-    auto add_two = [&](u32 u) {
+    auto add_two = [&](u32 u, bool is_near) {
       Logit a, b;
-      a.value = value_of(low(u), before);
+      a.value = value_of(low(u), before, is_near);
       a.exponent = fmaf(a.value, e.by, -e.at);
-      b.value = value_of(high(u), before);
+      b.value = value_of(high(u), before, is_near);
       b.exponent = fmaf(b.value, e.by, -e.at);
       a.power = ex2(a.exponent);
       b.power = ex2(b.exponent);
@@ -80,8 +87,15 @@ DEVICE void add_vectors(LaneSums& x, u32 base, int begin, int end, int lane, Bas
       x.odd += b.power;
       Optional::add(x, a, b, is_plain);
     };
+    auto add = [&](const uint4& r, bool is_near) {
+      add_two(r.x, is_near), add_two(r.y, is_near), add_two(r.z, is_near), add_two(r.w, is_near);
+    };
     const uint4 r = ld_shared_v4(base + v * 16);
-    add_two(r.x), add_two(r.y), add_two(r.z), add_two(r.w);
+    if (are_near(r, before)) {
+      add(r, true);
+    } else {
+      add(r, false);
+    }
   }
 }
 
