@@ -33,7 +33,7 @@ void gradients(const Node* x, float logit, const float* by, const float* z, floa
   q.total_factor = by[3];
   q.before = 1.f;
   const Factors f = factors_of(q, 0, *x, {logit, 1.f}, scale, 1, 1.0, Row{});
-  for (int i = 0; i < n; i++) found[i] = gradient_of(f, z[i], 1.f, false, false);
+  for (int i = 0; i < n; i++) found[i] = gradient_of(f, z[i], 1.f, false, true);
   found[n] = f.label;
 }
 

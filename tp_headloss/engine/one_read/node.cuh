@@ -11,17 +11,18 @@ DEVICE float high(u32 v) {
   return IS_HALF ? cvt_f32_f16((u16)(v >> 16)) : __uint_as_float(v & 0xffff0000u);
 }
 
-// The value of a logit, and its derivative but for `before`. Without cancellation: near 0, where
-// most logits lie, by a polynomial that is tanh to 8e-8, which takes no branch if it is known that
-// the logit is near. A logit of -inf is none at all, see `lift`.
+// The value of a logit, and its derivative but for `before`. Near 0, where most logits lie, by a
+// polynomial that is tanh to 8e-8 of itself; elsewhere tanh to 1e-7, and its slope to that part of
+// itself. A logit of -inf is none at all, see `lift`.
 struct Value {
   float value, slope;
 };
-constexpr float NEAR = 0.5f;
-DEVICE Value value_and_slope(float logit, float before, bool is_near = false) {
+constexpr float NEAR_0 = 0.5f;
+DEVICE Value value_and_slope(float logit, float before, bool is_near) {
   if constexpr (!HAS_SOFTCAP) return {logit, 1.f};
-  const float a = logit * before, t = a * a;
-  if (is_near || t < NEAR * NEAR) {
+  const float a = logit * before;
+  if (is_near) {
+    const float t = a * a;
     const float p = fmaf(fmaf(fmaf(t, 0.017241491f, -0.053045493f), t, 0.13325879f), t,
                          -0.33333144f);
     const float tanh = fmaf(a * t, p, a);
@@ -29,11 +30,12 @@ DEVICE Value value_and_slope(float logit, float before, bool is_near = false) {
   }
   const float e = ex2(fabsf(a) * (-2.f * LOG2E)), r = reciprocal(1.f + e), w = e * r;
   const float far = fmaf(w, -2.f, 1.f);
-  return {logit == -INF ? -INF : a < 0.f ? -far : far, 4.f * w * r};
+  return {logit == -INF ? -INF : copysignf(far, a), 4.f * w * r};
 }
-DEVICE float value_of(float logit, float before, bool is_near = false) {
-  return value_and_slope(logit, before, is_near).value;
+DEVICE Value value_and_slope(float logit, float before) {
+  return value_and_slope(logit, before, fabsf(logit * before) < NEAR_0);
 }
+DEVICE float value_of(float logit, float before) { return value_and_slope(logit, before).value; }
 
 // -- Joins ----------------------------------------------------------------------------------------
 

@@ -322,17 +322,14 @@ DEVICE void write_gradient(const Params& q, const Program& p, const Item& item, 
     return rounded(gradient_of(f, low(u), q.before, is_plain, is_near),
                    gradient_of(f, high(u), q.before, is_plain, is_near));
   };
-  auto all = [&](const uint4& r, bool is_plain, bool is_near) {
+  auto eight = [&](const uint4& r, bool is_plain, bool is_near) {
     return make_uint4(two(r.x, is_plain, is_near), two(r.y, is_plain, is_near),
                       two(r.z, is_plain, is_near), two(r.w, is_plain, is_near));
   };
-  auto eight = [&](const uint4& r, bool is_plain) {
-    return are_near(r, q.before) ? all(r, is_plain, true) : all(r, is_plain, false);
-  };
-#pragma unroll 1
-  for (int v = begin + p.lane; v < end && !item.ignored; v += 32) {
-    const uint4 r = ld_shared_v4(base + v * 16);
-    st_shared_v4(base + v * 16, f.is_plain ? eight(r, true) : eight(r, false));
+  if (!item.ignored) {
+    each_vector(base, begin, end, p.lane, q.before, [&](int v, const uint4& r, bool is_near) {
+      st_shared_v4(base + v * 16, f.is_plain ? eight(r, true, is_near) : eight(r, false, is_near));
+    });
   }
   if (item.ignored) {
     for (int v = begin + p.lane; v < end; v += 32) {

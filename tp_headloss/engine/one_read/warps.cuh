@@ -24,13 +24,6 @@ DEVICE Node join_lanes(Node x, int lanes, float scale) {
 DEVICE u32 max_pairs(u32 a, u32 b) { return IS_HALF ? max_f16x2(a, b) : max_bf16x2(a, b); }
 DEVICE float larger(u32 v) { return fmaxf(low(v), high(v)); }
 DEVICE u32 largest(uint4 v) { return max_pairs(max_pairs(v.x, v.y), max_pairs(v.z, v.w)); }
-// Whether all eight logits are near, see `value_and_slope`.
-DEVICE bool are_near(uint4 v, float before) {
-  if constexpr (!HAS_SOFTCAP) return true;
-  auto size = [](u32 pair) { return pair & 0x7fff7fffu; };
-  const uint4 sizes = make_uint4(size(v.x), size(v.y), size(v.z), size(v.w));
-  return larger(largest(sizes)) * before < NEAR;  // of NaN both say NaN
-}
 // Two numbers rounded to logits, `a` in the low half.
 DEVICE u32 rounded(float a, float b) { return IS_HALF ? cvt_f16x2(a, b) : cvt_bf16x2(a, b); }
 
@@ -70,33 +63,51 @@ DEVICE void lift(u32 base, int begin, int end, int lane) {
   __syncwarp();  // another lane marks columns that are left out
 }
 
+// Whether all eight logits are near 0.
+DEVICE bool are_near(uint4 v, float before) {
+  auto size = [](u32 pair) { return pair & 0x7fff7fffu; };
+  const uint4 sizes = make_uint4(size(v.x), size(v.y), size(v.z), size(v.w));
+  return larger(largest(sizes)) * before < NEAR_0;  // a NaN is NaN there, too
+}
+
+// Call f(vector, its logits, whether they are near 0) for a lane's part of the vectors from `begin`
+// to `end`. All lanes take the same branch, the quick one if all of them can.
+template <class F>
+DEVICE void each_vector(u32 base, int begin, int end, int lane, float before, const F& f) {
+  if constexpr (HAS_SOFTCAP) {
+#pragma unroll 1
+    for (int v = begin + lane; v - lane < end; v += 32) {
+      const uint4 r = ld_shared_v4(base + min(v, end - 1) * 16);
+      if (__all_sync(~0u, are_near(r, before))) {
+        if (v < end) f(v, r, true);
+      } else {
+        if (v < end) f(v, r, false);
+      }
+    }
+  } else {
+#pragma unroll 1
+    for (int v = begin + lane; v < end; v += 32) f(v, ld_shared_v4(base + v * 16), true);
+  }
+}
+
 // Add a lane's part of the same vectors to its sums. is_plain: no logit is -inf.
 DEVICE void add_vectors(LaneSums& x, u32 base, int begin, int end, int lane, Base2 e, float before,
                         bool is_plain) {
-#pragma unroll 1
-  for (int v = begin + lane; v < end; v += 32) {
-    auto add_two = [&](u32 u, bool is_near) {
-      Logit a, b;
-      a.value = value_of(low(u), before, is_near);
-      a.exponent = fmaf(a.value, e.by, -e.at);
-      b.value = value_of(high(u), before, is_near);
-      b.exponent = fmaf(b.value, e.by, -e.at);
-      a.power = ex2(a.exponent);
-      b.power = ex2(b.exponent);
-      x.even += a.power;
-      x.odd += b.power;
-      Optional::add(x, a, b, is_plain);
-    };
-    auto add = [&](const uint4& r, bool is_near) {
-      add_two(r.x, is_near), add_two(r.y, is_near), add_two(r.z, is_near), add_two(r.w, is_near);
-    };
-    const uint4 r = ld_shared_v4(base + v * 16);
-    if (are_near(r, before)) {
-      add(r, true);
-    } else {
-      add(r, false);
-    }
-  }
+  auto add_two = [&](u32 u, bool is_near) {
+    Logit a, b;
+    a.value = value_and_slope(low(u), before, is_near).value;
+    a.exponent = fmaf(a.value, e.by, -e.at);
+    b.value = value_and_slope(high(u), before, is_near).value;
+    b.exponent = fmaf(b.value, e.by, -e.at);
+    a.power = ex2(a.exponent);
+    b.power = ex2(b.exponent);
+    x.even += a.power;
+    x.odd += b.power;
+    Optional::add(x, a, b, is_plain);
+  };
+  each_vector(base, begin, end, lane, before, [&](int, const uint4& r, bool is_near) {
+    add_two(r.x, is_near), add_two(r.y, is_near), add_two(r.z, is_near), add_two(r.w, is_near);
+  });
 }
 
 // The node of the vectors from `begin` to `end` in shared memory at `base`, by a warp.
