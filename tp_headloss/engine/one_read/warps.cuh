@@ -116,7 +116,8 @@ DEVICE Node leaf(u32 base, int begin, int end, int lane, float before, float sca
   const Base2 e = base2(finite(max), scale);
   LaneSums sums = {};
   add_vectors(sums, base, begin, end, lane, e, before, true);
-  if (!(Optional::magnitude(sums) < INF)) {  // very low logits, among them -inf
+  // Very low logits, among them -inf. All lanes at once: `each_vector` needs them all.
+  if (__any_sync(~0u, !(Optional::magnitude(sums) < INF))) {
     sums = {};
     add_vectors(sums, base, begin, end, lane, e, before, false);
   }
