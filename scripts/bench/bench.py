@@ -312,6 +312,14 @@ POLICY = (
 TASKS = [
     Task("ce", head(hl.CrossEntropy()), lambda z, labels: (F.cross_entropy(z, labels),)),
     Task(
+        "ce, temperatures",
+        transformed(lambda extras: hl.Transform(temperature=extras["temperature"])),
+        lambda z, labels, temperature: (
+            F.cross_entropy(z / temperature.unsqueeze(-1).to(z.dtype), labels),
+        ),
+        lambda tokens, vocab, draw: {"temperature": draw(tokens).abs() + 0.5},
+    ),
+    Task(
         "ce, softcap",
         transformed(lambda extras: hl.Transform(softcap=SOFTCAP)),
         lambda z, labels: (F.cross_entropy(SOFTCAP * (z / SOFTCAP).tanh(), labels),),
@@ -451,7 +459,7 @@ def implementations(task, shard, device) -> list[Implementation]:
         ]
         options |= {f"ours, {transport}": hl.Options(transport=transport) for transport in others}
     if device.type == "cuda" and task.name in (
-        *[task.name for task in TASKS[:6]],
+        *[task.name for task in TASKS[:7]],
         "clip+kl+entropy",
         "rl",
     ):
@@ -489,8 +497,10 @@ class Problem:
     """The inputs of one shape, shared by all tasks and implementations, with a few rows that every
     rank knows whole."""
 
-    def __init__(self, tokens: int, vocab: int, dtype: torch.dtype, machine: Machine):
-        self.shard = shard = hl.VocabShard.from_group(machine.group, vocab)
+    def __init__(
+        self, tokens: int, vocab: int, dtype: torch.dtype, machine: Machine, padding: int = 0
+    ):
+        self.shard = shard = hl.VocabShard.from_group(machine.group, vocab, vocab + padding)
         self.columns, self.tokens, self.device, self.dtype = (
             shard.width,
             tokens,
@@ -689,6 +699,7 @@ def main(argv=None):
         help="default: all",
     )
     parser.add_argument("--repeats", type=int, default=50, help="at most this many; at least 5")
+    parser.add_argument("--padding", type=int, default=0, help="columns after the vocabulary")
     parser.add_argument(
         "--one-thread",
         action="store_true",
@@ -711,7 +722,7 @@ def run_shapes(args, report, bandwidth):
     machine, absent = report.machine, set()
     for vocab, tokens in itertools.product(args.vocab, args.tokens):
         begin = time.perf_counter()
-        problem = Problem(tokens, vocab, getattr(torch, args.dtype), machine)
+        problem = Problem(tokens, vocab, getattr(torch, args.dtype), machine, args.padding)
         for task in TASKS:
             if args.tasks is not None and task.name not in args.tasks:
                 continue

@@ -712,6 +712,10 @@ def _sharded(group, device, vocab_size, metrics=(), transposed=False, kind="plai
     ):  # a rank whose logits the kernel cannot read where they are
         x = x.t().contiguous().t()
     given = {"terms": (hl.CrossEntropy(label_smoothing=0.1),)} if kind == "smoothing" else {}
+    if kind == "transformed":
+        temperature = 0.5 + torch.arange(40.0, device=device) / 40
+        given = {"transform": hl.Transform(softcap=9.0, temperature=temperature)}
+        x = x.half()
     if kind == "policy":
         old, reference = (
             -torch.arange(40.0, device=device) / 4,
@@ -738,6 +742,7 @@ def _sharded(group, device, vocab_size, metrics=(), transposed=False, kind="plai
         (("accuracy", "entropy"), "plain"),
         (("entropy",), "policy"),
         (("accuracy",), "smoothing"),
+        (("accuracy", "entropy"), "transformed"),
     ],
 )
 def test_any_number_of_ranks_has_the_same_bits(metrics, kind, vocab_size, world_size):
@@ -746,6 +751,33 @@ def test_any_number_of_ranks_has_the_same_bits(metrics, kind, vocab_size, world_
     for part in parts:
         assert all(torch.equal(a, b) for a, b in zip(part[2:], alone[2:]))
     assert torch.equal(torch.cat([part[0] for part in parts], 1), alone[0])
+
+
+def _padded(group, device, vocab_size, padding):
+    """The loss, and this rank's gradient, where the last rank has columns beyond all chunks."""
+    chunks, n_ranks = 8 * canonical_chunk_size(vocab_size), 1 if group is None else group.size()
+    bounds = [*(chunks * rank // n_ranks for rank in range(n_ranks)), chunks + padding]
+    shard = hl.VocabShard.from_boundaries(bounds, vocab_size, group)
+    logits, labels = problem(device, chunks + padding, 40)
+    labels = torch.where(labels == IGNORED, IGNORED, labels % vocab_size)
+    logits[:, vocab_size:] = math.nan
+    out, gradient, _ = steps(
+        IN_FORWARD, logits[:, shard.start : shard.stop].contiguous(), labels, shard=shard
+    )
+    return [x.detach().cpu() for x in (gradient, out.loss, out.stats.lse)]
+
+
+@on_hopper
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+@pytest.mark.parametrize("vocab_size, padding", [(1000, 8), (1000, 1), (50257, 256)])
+def test_padding_on_the_last_rank_has_no_part(vocab_size, padding, world_size):
+    parts = on_ranks(world_size, _padded, vocab_size, padding)
+    (alone,) = on_ranks(1, _padded, vocab_size, 0)
+    for part in parts:
+        assert all(torch.equal(a, b) for a, b in zip(part[1:], alone[1:]))
+    joined = torch.cat([part[0] for part in parts], 1)
+    assert torch.equal(joined[:, :vocab_size], alone[0][:, :vocab_size])
+    assert not joined[:, vocab_size:].any()
 
 
 @on_hopper
