@@ -185,8 +185,7 @@ CASES = {
         "transform": hl.Transform(softcap=4.0, temperature=0.7),
     },
     "a softcap and temperatures": {
-        "terms": (hl.PolicyGradient("clip", clip=(0.2, 0.28)), hl.Entropy(-0.1)),
-        "inputs": {name: POLICY[name] for name in ("advantages", "old_log_prob")},
+        "terms": (hl.CrossEntropy(label_smoothing=0.1), hl.Entropy(-0.1)),
         "transform": hl.Transform(
             softcap=15.0, temperature=torch.tensor([0.7, 1.0, 1.0, 1.3, 0.2, 3.0])
         ),
