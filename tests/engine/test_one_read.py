@@ -757,9 +757,8 @@ def _padded(group, device, vocab_size, padding):
     chunks, n_ranks = 8 * canonical_chunk_size(vocab_size), 1 if group is None else group.size()
     bounds = [*(chunks * rank // n_ranks for rank in range(n_ranks)), chunks + padding]
     shard = hl.VocabShard.from_boundaries(bounds, vocab_size, group)
-    logits, labels = problem(device, chunks + padding, 40)
-    labels = torch.where(labels == IGNORED, IGNORED, labels % vocab_size)
-    logits[:, vocab_size:] = math.nan
+    logits, labels = problem(device, vocab_size, 40)
+    logits = torch.nn.functional.pad(logits, (0, bounds[-1] - vocab_size), value=math.nan)
     out, gradient, _ = steps(
         IN_FORWARD, logits[:, shard.start : shard.stop].contiguous(), labels, shard=shard
     )

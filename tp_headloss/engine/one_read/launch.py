@@ -257,20 +257,36 @@ def statistics_and_gradient(
     by `TERMS` of a row function's loss, or None; the gradient [N, width]; how the backward
     completes it (`Late`), or None where the upstream gradient is known.
     """
-    given, columns = request.tensors.logits, columns_of(request)
-    if obstacle_to_rows(given, inplace) is None:
-        return _launch(request, reduction, given if inplace else None, upstream)
-    copy = _copy(given, columns)  # on several ranks, whose logits lie in other ways
-    request = request._replace(tensors=request.tensors._replace(logits=copy))
-    outputs, reduced, found, late = _launch(request, reduction, None, upstream)
-    gradient = given.data if inplace else torch.empty_like(given)
-    gradient.zero_()[:, : found.shape[1]] = found[:, : given.shape[1]]
-    return outputs, reduced, gradient, late
+    logits = request.tensors.logits
+    if obstacle_to_rows(logits, inplace) is None:
+        launched = _launch(request, reduction, logits if inplace else None, upstream)
+        gradient = launched.gradient
+    else:  # on several ranks, whose logits lie in other ways
+        copy = _copy(logits, columns_of(request))
+        of_copy = request._replace(tensors=request.tensors._replace(logits=copy))
+        launched = _launch(of_copy, reduction, None, upstream)
+        gradient = logits.data if inplace else torch.empty_like(logits)
+        read = launched.gradient[:, : logits.shape[1]]
+        gradient.zero_()[:, : read.shape[1]] = read
+    late = None
+    if launched.forecast is not None:
+        late = late_gradient(launched, request, reduction, gradient)
+    return launched.outputs, launched.reduced, gradient, late
 
 
-def _launch(request: Request, reduction: FusedReduction, out, upstream: Upstream):
-    """`statistics_and_gradient` of logits that the kernel reads where they are. out: where the
-    gradient is written; None: to new memory."""
+class Launched(NamedTuple):
+    """What `_launch` returns: that of `statistics_and_gradient`, and what its backward needs."""
+
+    outputs: list[torch.Tensor]
+    reduced: tuple
+    gradient: torch.Tensor
+    kind: Kind
+    forecast: torch.Tensor | MaybeNone  # the record of upstream gradients
+
+
+def _launch(request: Request, reduction: FusedReduction, out, upstream: Upstream) -> Launched:
+    """Launch the kernel for logits that it reads where they are. out: where the gradient is
+    written; None: to new memory."""
     facts, x = request.facts, request.tensors
     logits = x.logits
     cuts = cuts_of(columns_of(request) // facts.chunks, facts.chunks)
@@ -296,10 +312,7 @@ def _launch(request: Request, reduction: FusedReduction, out, upstream: Upstream
     outputs, reduced = allocated[: kind.n_outputs], allocated[kind.n_outputs :]
     loss, sums, inverse, *found = reduced
     slopes = found[0][kind.slopes :] if found else None
-    late = None
-    if forecast is not None:
-        late = late_gradient(kind, request, plan, weight, gradient, forecast)
-    return outputs, (loss, sums, inverse, slopes), gradient, late
+    return Launched(outputs, (loss, sums, inverse, slopes), gradient, kind, forecast)
 
 
 def _empty_gradient(logits: torch.Tensor) -> torch.Tensor:
@@ -334,13 +347,13 @@ class Late(NamedTuple):
 
 
 def late_gradient(
-    kind: Kind, request: Request, plan, weight, gradient: torch.Tensor, forecast: torch.Tensor
+    launched: Launched, request: Request, reduction: FusedReduction, gradient: torch.Tensor
 ) -> Late:
     """How the backward of this call completes the gradient that its forward may have written."""
-    x = request.tensors
-    place = place_of(x.logits), place_of(x.labels), weight is None
+    x, kind = request.tensors, launched.kind
+    place = place_of(x.logits), place_of(x.labels), reduction.weight is None
     if place not in kind.late:
         make = load_backend("triton").LateGradient
-        has_slopes = kind.slopes is not None
-        kind.late[place] = make(request, plan, has_slopes, weight, gradient.stride())
-    return Late(kind.late[place], forecast)
+        has_slopes, strides = kind.slopes is not None, gradient.stride()
+        kind.late[place] = make(request, reduction.plan, has_slopes, reduction.weight, strides)
+    return Late(kind.late[place], launched.forecast)
