@@ -465,6 +465,7 @@ def implementations(task, shard, device) -> list[Implementation]:
     ):
         options["ours, two launches"] = hl.Options(gradient="backward")
         options["ours, one read"] = hl.Options(gradient="forward")
+        options["ours, one read in place"] = hl.Options(gradient="forward", inplace=True)
     out = [Implementation(name, lambda o=o: task.ours(o), ours=True) for name, o in options.items()]
     if task.plain_pytorch:
         out.append(

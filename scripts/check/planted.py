@@ -24,6 +24,12 @@ GROUPS = {
         ("head_loss/reduction.py", "fused_reduction", "definition.reduction == 'sum'", "False"),
         ("engine/ways/__init__.py", "_place", "type(given)", "None"),
     ],
+    "test_ways": [
+        ("head_loss/remembered.py", "checked_before", "isinstance(transform.temperature, torch.Tensor)", "False"),
+        ("head_loss/remembered.py", "_facts_of_transform", "transform.bias is not None", "False"),
+        ("call/statistics.py", "computed_statistics", "count > 2 and tensors[count - 1] is None", "count > 2"),
+        ("engine/ways/prepared.py", "Prepared.obstacle", "request.tensors.temperatures is not None", "False"),
+    ],
     "test_row_function_generated": [
         ("engine/one_read/rows.py", "_expression", "expression is None or keywords", "expression is None"),
         ("engine/one_read/rows.py", "_meaning", "operation is not None and operation.of_bools and kinds == 2 * BOOL", "False"),

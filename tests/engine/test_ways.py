@@ -113,6 +113,40 @@ def test_every_way_of_logits_has_the_results_of_the_general_one(
     expect_alike(found[kind], found[ways.Way], NOISE[dtype])
 
 
+def transforms(leading, device):
+    """Transforms in turn, some of the same kind."""
+    for seed in range(2):
+        generator = torch.Generator().manual_seed(seed)
+        temperature = (0.5 + torch.rand(leading, generator=generator)).to(device)
+        yield hl.Transform(temperature=temperature)
+        yield hl.Transform(temperature=temperature, softcap=3.0)
+        yield hl.Transform(temperature=temperature.double())
+        yield hl.Transform(temperature=0.7 + seed)
+        yield hl.Transform(softcap=3.0 + seed)
+        yield hl.Transform(scale=2.0, bias=torch.ones(V, device=device) * seed)
+        yield None
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("leading", [(N,), (3, N // 3)])
+def test_a_remembered_call_takes_the_transform_that_it_is_given(leading, backend, device):
+    generator, arguments = problem("cross-entropy", device)
+    logits = (3 * torch.randn(N, V, generator=generator)).to(device).view(*leading, V)
+    labels, options = arguments["labels"].view(leading), hl.Options(backend=backend)
+    head = hl.HeadLoss(options=options)
+    for transform in [*transforms(leading, device), *transforms(leading, device)]:
+
+        def call(x, head=head, transform=transform):
+            return head(x, labels, transform=transform)
+
+        def alone(x, transform=transform):
+            return hl.HeadLoss(options=options)(x, labels, transform=transform)
+
+        expect_alike(results(call, logits), results(alone, logits), 1e-6)
+    with pytest.raises(ValueError, match="temperature"):
+        head(logits, labels, transform=hl.Transform(temperature=torch.ones(N + 1, device=device)))
+
+
 @DTYPES
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("kind", linear_ways.LINEAR_WAYS[:-1], ids=lambda kind: kind.name)

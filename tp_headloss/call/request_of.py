@@ -45,7 +45,7 @@ def build_request(given: Given, order_of=None) -> Request:
     transform = given.transform
     temperatures = None
     if isinstance(transform.temperature, torch.Tensor):
-        temperatures = _known_temperatures(transform.temperature, logits)
+        temperatures = known_temperatures(transform.temperature, logits)
     teacher_factors, teacher_scales = _teacher_scales(given.teacher, transform.temperature, logits)
     facts = _facts_of(given, backend, teacher_factors)
     order_of = logits if order_of is None else order_of
@@ -138,11 +138,11 @@ def _teacher_scales(teacher, temperature, logits):
     if not any(isinstance(t, torch.Tensor) for t in temperatures):
         return (1.0 / teacher.temperature, temperature / student), None
     tokens = logits.shape[:-1]
-    given, own, student = [_known_temperatures(t, logits).expand(tokens) for t in temperatures]
+    given, own, student = [known_temperatures(t, logits).expand(tokens) for t in temperatures]
     return (1.0, 1.0), (1.0 / given, own / student)
 
 
-def _known_temperatures(temperature, logits) -> torch.Tensor:
+def known_temperatures(temperature, logits) -> torch.Tensor:
     """Return a number or temperatures [..] in the precision of the logits' statistics.
 
     One that is not positive becomes NaN.

@@ -186,10 +186,10 @@ def computed_statistics(
     way = way or general(options.inplace)
     if reduction is not None and (reduction.weight is not None or reduction.given):
         reduction = reduction.in_rows(request.order)
-    tensors = request.tensors
-    # autograd looks at each of its arguments
-    if request.ways is not None or not [tensor for tensor in tensors[2:] if tensor is not None]:
-        tensors = tensors[:2]
+    tensors, count = request.tensors, len(request.tensors)
+    while count > 2 and tensors[count - 1] is None:
+        count -= 1
+    tensors = tensors[:count]  # autograd looks at each of its arguments
     if torch.compiler.is_compiling():
         refuse_export(*tensors)
     *outputs, loss, sums = Statistics.apply(*tensors, request, way, reduction)

@@ -185,9 +185,8 @@ class HeadLoss(nn.Module):
                 did not get.
         """
         kind = self._kind(logits, labels, shard, token_weight, denominator, transform, inputs)
-        found = kind and checked_before(
-            self._definition, kind, logits, labels, shard, denominator, inputs
-        )
+        again = logits, labels, shard, denominator, inputs, transform
+        found = kind and checked_before(self._definition, kind, *again)
         if found is None:
             given = self._given(logits, labels, shard, transform)
             call, request = self._checked(given, token_weight, denominator, inputs)
@@ -290,9 +289,10 @@ class HeadLoss(nn.Module):
         self, logits, labels, shard, token_weight, denominator, transform, inputs
     ) -> tuple | None:
         """The kind of a call, or None where its checks look at more than that."""
-        if token_weight is not None or transform is not None:
+        if token_weight is not None:
             return None
-        return kind_of_call(self._definition.options, logits, labels, shard, denominator, inputs)
+        call = logits, labels, shard, denominator, inputs, transform
+        return kind_of_call(self._definition.options, *call)
 
     def _checked_linear(
         self,

@@ -5,13 +5,14 @@ The checks of such a call read metadata alone, and take longer on the host than 
 device. Their result is remembered by that metadata, so that the next call of the same kind begins
 with its kernels. What is remembered holds neither a tensor of a call nor a process group, so that
 it keeps nothing alive; and it is valid for every later call of its kind, whatever was called
-between. A call whose checks read values, or whose arguments are not plain, is never remembered.
+between. A call whose checks read values, or whose tensors are not plain, is never remembered.
 """
 
 import torch
 
 from ..arguments.linear import Linear
-from ..arguments.options import Options
+from ..arguments.options import Options, Transform
+from ..call.request_of import known_temperatures
 from ..engine.operators import can_skip_dispatch
 from ..engine.request import Request, Tensors
 from ..linear_head.request import LinearRequest
@@ -24,7 +25,7 @@ MOST_KINDS = 256  # batches of any size are a kind each
 
 
 def kind_of_call(
-    options: Options | None, logits, labels, shard, denominator, inputs
+    options: Options | None, logits, labels, shard, denominator, inputs, transform=None
 ) -> tuple | None:
     """Everything that the checks of a call read, but its denominator's value; None: it must be
     looked at each time."""
@@ -40,12 +41,13 @@ def kind_of_call(
     if options is not None and _checks_read_values(options, denominator, inputs):
         return None
     of_inputs = () if inputs is None else _facts_of_inputs(inputs, labels)
-    if of_inputs is None:
+    of_transform = () if transform is None else _facts_of_transform(transform)
+    if of_inputs is None or of_transform is None:
         return None
     of_shard = None if shard is None else (shard.facts, shard.stop)
     of_logits = logits.shape, logits.dtype, logits.stride(), logits.device
     of_labels = labels.dtype, labels.shape, labels.device
-    return *of_logits, *of_labels, of_inputs, trained, of_shard
+    return *of_logits, *of_labels, of_inputs, of_transform, trained, of_shard
 
 
 def _checks_read_values(options: Options, denominator, inputs) -> bool:
@@ -61,6 +63,19 @@ def _facts_of_inputs(inputs, labels) -> tuple | None:
     if any(not _is_plain(x) or x.shape != labels.shape for x in inputs.values()):
         return None
     return tuple([(name, x.dtype, x.device, x.requires_grad) for name, x in inputs.items()])
+
+
+def _facts_of_transform(transform) -> tuple | None:
+    """Return the facts of a transform that the checks read, or None: it has another tensor than
+    temperatures."""
+    if type(transform) is not Transform or transform.bias is not None:
+        return None
+    x = transform.temperature
+    if not isinstance(x, torch.Tensor):
+        return transform.scale, transform.softcap, x
+    if not _is_plain(x):
+        return None
+    return transform.scale, transform.softcap, x.shape, x.dtype, x.device, x.requires_grad
 
 
 def _is_plain(x) -> bool:
@@ -99,14 +114,25 @@ def kind_of_linear_call(
 
 
 def checked_before(
-    definition: HeadLossDefinition, kind: tuple, logits, labels, shard, denominator, inputs
+    definition: HeadLossDefinition,
+    kind: tuple,
+    logits,
+    labels,
+    shard,
+    denominator,
+    inputs,
+    transform,
 ):
     """Return the call and its request if this kind was checked before, else None."""
     known = definition.plan.checked.get(kind)
     if known is None:
         return None
     call = _call_again(definition, labels, shard, denominator, inputs)
-    tensors = Tensors(known.order.flatten(logits), known.order.flatten(labels).contiguous())
+    flatten = known.order.flatten
+    tensors = Tensors(flatten(logits), flatten(labels).contiguous())
+    if transform is not None and isinstance(transform.temperature, torch.Tensor):
+        temperatures = known_temperatures(transform.temperature, logits)
+        tensors = tensors._replace(temperatures=flatten(temperatures).contiguous())
     return call, known._replace(tensors=tensors, shard=shard or known.shard)
 
 

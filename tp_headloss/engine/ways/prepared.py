@@ -28,7 +28,9 @@ class Prepared(Way):
         if reduction is None:
             return NO_REDUCTION
         if request.ways is None:
-            return "an earlier call of its kind, whose tensors are all plain, without token weights or a transform"
+            return "an earlier call of its kind, whose tensors are all plain, without token weights or a bias"
+        if request.tensors.temperatures is not None:
+            return "one temperature of all tokens"
         layout, gradients = request.layout, reduction.plan.gradients
         if gradients is None or not all(name in layout.differentiable for name, *_ in gradients):
             return "terms of differentiable statistics, each of another one"
