@@ -448,7 +448,7 @@ GROUPS = {
     ],
     "test_collectives test_autograd test_inplace test_layouts test_compile test_arguments": [
         ("engine/ways/way.py", "Way.gradient", "ctx.is_taken", "False"),
-        ("call/request_of.py", "_known_temperatures", "torch.where(temperatures > 0, temperatures, torch.nan)", "temperatures"),
+        ("call/request_of.py", "known_temperatures", "torch.where(temperatures > 0, temperatures, torch.nan)", "temperatures"),
         ("engine/gradient_triton.py", "tile_gradient", "families[i].coefficient is not same_coefficient", "False"),
         ("engine/gradient_triton.py", "tile_gradient", "tl.zeros_like(z) + 0.0 * token.whole", "tl.zeros_like(z)"),
         ("call/request_of.py", "_overlaps", "apart == 0 or beside", "apart == 0"),

@@ -21,7 +21,7 @@ from tp_headloss import (
 )
 from tp_headloss.engine import operators
 from tp_headloss.linear_head import autograd, blocks, sweeps
-from tp_headloss.linear_head import call as linear_call
+from tp_headloss.linear_head import request as linear_request
 
 
 def frozen_run(group, device, needs, how, mode):
@@ -292,7 +292,7 @@ def test_a_main_grad_is_counted_in_every_plan():
 
 
 def test_auto_says_what_it_does(caplog, monkeypatch):
-    monkeypatch.setattr(linear_call, "_logged_modes", set())
+    monkeypatch.setattr(linear_request, "_logged_modes", set())
     hidden, weight, _, labels, _ = tensors()
     hidden.requires_grad_()
     with caplog.at_level(logging.INFO, "tp_headloss"):
