@@ -27,7 +27,6 @@ GROUPS = {
     "test_ways": [
         ("head_loss/remembered.py", "checked_before", "isinstance(transform.temperature, torch.Tensor)", "False"),
         ("head_loss/remembered.py", "_facts_of_transform", "transform.bias is not None", "False"),
-        ("call/statistics.py", "computed_statistics", "count > 2 and tensors[count - 1] is None", "count > 2"),
         ("engine/ways/prepared.py", "Prepared.obstacle", "request.tensors.temperatures is not None", "False"),
     ],
     "test_row_function_generated": [
@@ -436,6 +435,9 @@ GROUPS = {
         ("integrations/megatron/head.py", "refuse_options", "dtype not in (None, config.params_dtype)", "False"),
         ("linear_head/autograd.py", "MainGrad.gradient", "make(weight)", "None"),
         ("integrations/megatron/head.py", "MegatronHead._observed_losses", "self.observed(out).loss.transpose(0, 1)", "self.observed(out).loss"),
+    ],
+    "test_generated": [
+        ("call/statistics.py", "computed_statistics", "count > 2 and tensors[count - 1] is None", "count > 2"),
     ],
     "test_autograd": [
         ("engine/request.py", "Tensors.saved", "x.contiguous()", "x"),

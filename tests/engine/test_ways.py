@@ -123,7 +123,7 @@ def transforms(leading, device):
         yield hl.Transform(temperature=temperature.double())
         yield hl.Transform(temperature=0.7 + seed)
         yield hl.Transform(softcap=3.0 + seed)
-        yield hl.Transform(scale=2.0, bias=torch.ones(V, device=device) * seed)
+        yield hl.Transform(scale=2.0, bias=torch.arange(V, device=device) * (seed + 1.0) / V)
         yield None
 
 

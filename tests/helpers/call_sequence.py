@@ -53,6 +53,7 @@ class Call(NamedTuple):
     gradient: str  # of `Options`
     denominator: Any  # None, a number, or "tensor"
     weighted: bool
+    transform: str | None  # None, "temperature", "temperatures", "softcap" or "bias"
     linear: str | None  # a mode of a linear head; None: logits
     raises: bool
 
@@ -73,6 +74,7 @@ def random_call(choices: random.Random, backends, modes) -> Call:
         else "auto",
         denominator=choices.choice([None, None, 4.0, 0, "tensor"]),
         weighted=choices.random() < 0.2,
+        transform=choices.choice([None, None, "temperature", "temperatures", "softcap", "bias"]),
         linear=choices.choice([None, None, "auto", "recompute", "one_sweep"]),
         raises=choices.random() < 0.2,
     )
@@ -134,6 +136,19 @@ class Caller:
             return torch.cuda.stream(torch.cuda.Stream())
         return contextlib.nullcontext()
 
+    def _transform(self, call: Call, draw) -> hl.Transform | None:
+        if call.transform is None:
+            return None
+        if call.transform == "temperature":
+            return hl.Transform(temperature=0.5 + call.seed)
+        if call.transform == "temperatures":
+            return hl.Transform(temperature=draw(call.tokens).abs() + 0.5)
+        if call.transform == "softcap":
+            return hl.Transform(softcap=2.0 + call.seed)
+        whole = draw(WIDTH)
+        bias = whole if self.shard is None else whole[self.shard.start : self.shard.stop]
+        return None if call.linear else hl.Transform(bias=bias.contiguous())
+
     def _results(self, call: Call):
         generator = torch.Generator().manual_seed(call.seed)
         draw = lambda *shape: torch.randn(shape, generator=generator).to(self.device)  # noqa: E731
@@ -150,6 +165,7 @@ class Caller:
             else call.denominator,
             "token_weight": draw(call.tokens).abs() if call.weighted else None,
         }
+        given["transform"] = self._transform(call, draw)
         columns = slice(None) if self.shard is None else slice(self.shard.start, self.shard.stop)
         inplace = call.inplace and call.linear is None
         head = self.head(call.loss, call.backend, inplace, "auto" if call.linear else call.gradient)
