@@ -548,6 +548,15 @@ def test_what_cannot_be_is_refused(case, device):
         head(logits, labels, **given)  # writes no gradient
 
 
+def test_a_gradient_in_fp16_is_not_written_before_it_is_scaled(device):
+    logits, labels = problem(device)
+    options = hl.Options(backend="triton", gradient="forward", inplace=True)
+    with pytest.raises(
+        ValueError, match=r"needs bfloat16 logits beside inplace=True: .* underflows"
+    ):
+        hl.HeadLoss(options=options)(logits.half().requires_grad_() * 1, labels)
+
+
 @on_hopper
 def test_what_was_found_for_aligned_logits_is_not_taken_for_others(device):
     logits, labels = problem(device)

@@ -49,6 +49,10 @@ NO_REDUCTION = (
     f"gradient, and terms that are pointwise functions of {list(TERMS)}, as a cross-entropy "
     "without class weights is"
 )
+UNDERFLOWS = (
+    "bfloat16 logits beside inplace=True: a float16 gradient that is written for an upstream "
+    "gradient of 1 underflows"
+)
 GONE = (
     "Options(inplace=True, gradient='forward') wrote the gradient of the loss over the logits, so "
     "that there is one backward, from the loss alone"
@@ -79,6 +83,8 @@ class OneRead(Way):
             return "another gradient= than 'backward'"
         if not case.needs_gradient:
             return "logits that require a gradient, and grad mode"
+        if case.inplace and case.request.tensors.logits.dtype == torch.float16:
+            return UNDERFLOWS
         if not OneRead.is_demanded(case):
             if case.inplace:
                 return "gradient='forward' beside inplace=True: the logits are gone before the backward"
