@@ -53,6 +53,7 @@ GROUPS = {
         ("statistics/family_triton.py", "upstream", "g == 0.0", "False"),
     ],
     "test_one_read": [
+        ("engine/one_read/launch.py", "Kind._places", "4 * n_rows * k", "4 * n_rows"),
         ("call/statistics.py", "vocab_statistics", "given.options.gradient == 'forward'", "False"),
         ("engine/one_read/launch.py", "cuts_of", "leaves > 1", "False"),
         ("engine/ways/one_read.py", "obstacle_to_logits", "dtype not in DTYPES or device.type != 'cuda'", "False"),

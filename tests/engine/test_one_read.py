@@ -3,12 +3,14 @@ once."""
 
 import dataclasses
 import functools
+import itertools
 import math
 import os
 import random
 import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,6 +29,7 @@ from tp_headloss.engine.sums_triton import gradient_for
 from tp_headloss.engine.transports import symmetric_memory
 from tp_headloss.engine.ways import one_read
 from tp_headloss.ranks.shard import canonical_chunk_size
+from tp_headloss.statistics import layout_of
 
 FULL = bool(os.environ.get("TP_HEADLOSS_FULL"))
 IGNORED, N, V = -100, 6, 704
@@ -641,6 +644,38 @@ def test_the_argument_and_its_callers_agree():
     assert params.TERMS == row_functions.SLOPES and params.GIVENS == row_functions.MOST_INPUTS
     addresses = params.N_ADDRESSES + 2  # and `control` and `failed`
     assert sum(params.POINTERS.values()) == addresses
+
+
+def places_of(layout):
+    kind, plan = object.__new__(one_read_launch.Kind), SimpleNamespace(statistics=("log_prob",))
+    return dict(zip(one_read_params.OUTPUTS, kind._places(layout, plan, None, N)))
+
+
+@pytest.mark.parametrize("n_flags", range(4))
+def test_every_result_has_a_place_of_its_own(n_flags):
+    for want in itertools.combinations(one_read.FLAGS, n_flags):
+        layout = layout_of(True, want)
+        merged, values, *flags = layout.empty_outputs(torch.empty(()), N, torch.float32)
+        rows = {
+            **dict(zip(layout.merged, merged)),
+            **dict(zip(layout.values, values)),
+            **dict(zip(layout.flags, flags)),
+        }
+        outputs, places = (merged, values, *flags), places_of(layout)
+        for name, row in rows.items():
+            number, offset = places.pop(name)
+            assert outputs[number].data_ptr() + offset == row.data_ptr(), name
+        beside = "loss", "sums", "inverse"
+        assert {name for name, place in places.items() if place is not None} == {*beside}
+
+
+def test_a_result_without_a_place_is_an_error():
+    layout = SimpleNamespace(merged=("shift",), values=("a sum",), flags=())
+    with pytest.raises(AssertionError, match="the kernel writes no"):
+        places_of(layout)
+    layout.values = ("shift",)
+    with pytest.raises(AssertionError, match="names of merged rows and of values"):
+        places_of(layout)
 
 
 # Launches of other shapes follow each other in one memory, so that packets of one may lie where

@@ -185,8 +185,10 @@ class Kind:
         at = {name: (i, 0) for i, name in enumerate(names, 2)}
         for i, rows in enumerate((layout.merged, layout.values)):
             at |= {name: (i, 4 * n_rows * k) for k, name in enumerate(rows)}
-        missing = {*layout.merged, *layout.flags} - {*OUTPUTS}
+        missing = {*layout.merged, *layout.values, *layout.flags} - {*OUTPUTS}
         assert not missing, f"the kernel writes no {sorted(missing)}"
+        twice = {*layout.merged} & {*layout.values}
+        assert not twice, f"{sorted(twice)} are names of merged rows and of values"
         places = [at.get(name) for name in OUTPUTS]
         for i, name in enumerate(plan.statistics):  # no name: of a term of the row function
             places.append(at[name] if name else (at["found"][0], 4 * n_rows * i))
