@@ -678,6 +678,33 @@ def test_a_result_without_a_place_is_an_error():
         places_of(layout)
 
 
+FLAGS = {
+    "cross-entropy": ([hl.CrossEntropy()], (), {}, []),
+    "a metric": ([hl.CrossEntropy()], ("entropy",), {}, ["ENTROPY"]),
+    "a bonus": ([hl.CrossEntropy(), hl.Entropy(0.1)], (), {}, ["ENTROPY", "ENTROPY_TERM"]),
+    "a policy": ([hl.PolicyGradient(), hl.Entropy(0.1)], (), {}, ["ENTROPY", "ENTROPY_TERM"]),
+    "a policy with a metric": ([hl.PolicyGradient()], ("entropy",), {}, ["ENTROPY"]),
+    "smoothing": ([hl.CrossEntropy(label_smoothing=0.1)], ("accuracy",), {}, ["ARGMAX", "TOTAL"]),
+    "a softcap": ([hl.CrossEntropy()], (), {"softcap": 9.0}, ["SOFTCAP"]),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", FLAGS)
+def test_a_kernel_is_compiled_with_what_its_loss_needs(case, dtype, device):
+    terms, metrics, transform, expected = FLAGS[case]
+    head = hl.HeadLoss(terms, metrics=metrics, options=hl.Options(backend="triton"))
+    logits = torch.zeros(N, 128, dtype=dtype, device=device, requires_grad=True)
+    labels = torch.zeros(N, dtype=torch.int64, device=device)
+    names = dict.fromkeys(name for term in terms for name in term.inputs)
+    inputs = {name: torch.zeros(N, device=device) for name in names}
+    given = head._given(logits, labels, None, hl.Transform(**transform))
+    call, request = head._checked(given, None, None, inputs)
+    plan, *_, function, _ = head._case(call, request).loss.in_one_read
+    found = one_read_launch.flags_of(request.facts, plan, function, dtype)
+    assert sorted(found) == sorted(expected + ["HALF"] * (dtype == torch.float16))
+
+
 # Launches of other shapes follow each other in one memory, so that packets of one may lie where
 # another's were.
 LAUNCHES = [(5, 2), (3, 1), (7, 2), (1, 4), (6, 1)]

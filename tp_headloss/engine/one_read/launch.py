@@ -141,6 +141,19 @@ class Rows(NamedTuple):
         )
 
 
+def flags_of(facts: Facts, plan, function, dtype: torch.dtype) -> list[str]:
+    """What a kernel is compiled with: see `numbers.cuh`. function: a `RowFunction` or None."""
+    has_entropy_term = function is not None and function.has_entropy
+    if function is None:
+        has_entropy_term = "entropy" in [name for name, *_ in plan.gradients or ()]
+    more = {
+        "ENTROPY_TERM": has_entropy_term,
+        "HALF": dtype == torch.float16,
+        "SOFTCAP": facts.softcap != 0.0,
+    }
+    return [*map(str.upper, facts.want), *[name for name, wanted in more.items() if wanted]]
+
+
 class Kind:
     """Everything that calls of one kind share: kernel, its argument but for addresses, and the
     tensors it writes."""
@@ -150,15 +163,7 @@ class Kind:
         or in memory."""
         self.params = _params(facts, plan, cuts, rows, number)
         self.items, self.shared = rows.n_rows * cuts.pieces, cuts.slots * cuts.slot_bytes
-        terms = ["entropy"] if function is not None and function.has_entropy else []
-        terms += [name for name, *_ in plan.gradients or () if function is None]
-        flags = [name.upper() for name in facts.want]
-        more = {
-            "ENTROPY_TERM": "entropy" in terms,
-            "HALF": rows.dtype == torch.float16,
-            "SOFTCAP": facts.softcap != 0.0,
-        }
-        flags += [name for name, wanted in more.items() if wanted]
+        flags = flags_of(facts, plan, function, rows.dtype)
         self.kernel = kernel_of(rows.device, function and function.source, *flags)
         self.n_outputs = 2 + len(layout.flags)
         self.allocated = self._outputs(layout, plan, function, rows)
