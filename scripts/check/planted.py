@@ -44,6 +44,7 @@ GROUPS = {
         ("engine/one_read/rows.py", "_source", "results[n_terms:]", "results[:n_terms]"),
     ],
     "test_late_gradient": [
+        ("engine/one_read/launch.py", "late_gradient", "places_of(request.tensors)", "None"),
         ("engine/one_read/late_kernel_triton.py", "late_gradient_kernel", "is_something & same_bits", "same_bits"),
         ("engine/one_read/late_kernel_triton.py", "late_gradient_kernel", "given.to(tl.int32, bitcast=True) == foreseen.to(tl.int32, bitcast=True)", "given == foreseen"),
         ("engine/one_read/late_kernel_triton.py", "_foresee", "2 * patience + 1", "patience"),

@@ -1,17 +1,20 @@
 """What the backward of one read adds to its forward: the gradient where that was not foreseen, and
 what is foreseen."""
 
+import dataclasses
 import functools
 import itertools
 import math
 import random
 import struct
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import tp_headloss as hl
 from tp_headloss.engine import passes
+from tp_headloss.engine.one_read import launch as one_read_launch
 from tp_headloss.engine.one_read.late_gradient_triton import LateGradient
 from tp_headloss.engine.one_read.params import TERMS
 from tp_headloss.engine.reductions import StatisticValue
@@ -27,7 +30,16 @@ LOSSES = {
 }
 
 
-def forward(device, terms, metrics, weighted=False, width=WIDTH, valid=WIDTH, dtype=torch.bfloat16):
+def forward(
+    device,
+    terms,
+    metrics,
+    weighted=False,
+    width=WIDTH,
+    valid=WIDTH,
+    dtype=torch.bfloat16,
+    transform=None,
+):
     """What a forward of one read saves, by the general way, and the gradient of the loss for an
     upstream gradient."""
     generator = torch.Generator().manual_seed(width)
@@ -35,7 +47,8 @@ def forward(device, terms, metrics, weighted=False, width=WIDTH, valid=WIDTH, dt
     labels = torch.randint(valid, (ROWS,), generator=generator).to(device)
     labels[1] = -100
     weight = torch.rand(ROWS, generator=generator).to(device) if weighted else None
-    given = {"shard": hl.VocabShard(0, width, valid), "token_weight": weight}
+    shard = hl.VocabShard(0, width, valid)
+    given = {"shard": shard, "token_weight": weight, "transform": transform}
     head = hl.HeadLoss(terms, metrics=metrics, options=hl.Options(backend="triton"))
 
     @functools.cache
@@ -43,9 +56,7 @@ def forward(device, terms, metrics, weighted=False, width=WIDTH, valid=WIDTH, dt
         x = logits.clone().requires_grad_()
         return torch.autograd.grad(upstream * head(x, labels, **given).loss, x)[0]
 
-    call, request = head._checked(
-        head._given(logits, labels, given["shard"], None), weight, None, None
-    )
+    call, request = head._checked(head._given(logits, labels, shard, transform), weight, None, None)
     reduction = fused_reduction(call, logits, "triton")
     merged, outputs, reduced = passes.reduced_statistics(request, reduction)
     by_name = dict(zip(request.layout.outputs, outputs))
@@ -120,6 +131,35 @@ def test_slopes_of_a_row_function_are_taken(device):
             upstream,
         )
         assert torch.allclose(gradient.float(), expected(given).float(), rtol=2**-7, atol=1e-9)
+
+
+def transforms(device):
+    """Of calls that share a kind: with temperatures or without, which lie at other places, too."""
+    temperatures = torch.linspace(0.5, 2, ROWS + 1, device=device)
+    yield None
+    yield hl.Transform(temperature=temperatures[:ROWS])
+    yield hl.Transform(temperature=temperatures[1:])
+    yield hl.Transform(temperature=temperatures[:ROWS].flip(0))
+    yield None
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+def test_calls_of_one_kind_have_their_own_temperatures(scale, device, monkeypatch):
+    at_once = lambda device, launch, *arguments: launch(*arguments)  # noqa: E731
+    monkeypatch.setattr(one_read_launch, "launch_in_turn", at_once)
+    kind = SimpleNamespace(late={}, slopes=None)
+    for transform in transforms(device):
+        transform = dataclasses.replace(transform or hl.Transform(), scale=scale)
+        request, reduction, merged, values, inverse, expected = forward(
+            device, *LOSSES["cross-entropy"], transform=transform
+        )
+        gradient = torch.full_like(request.tensors.logits, 7.0)
+        launched = SimpleNamespace(kind=kind, forecast=record(device))
+        late = one_read_launch.late_gradient(launched, request, reduction, gradient)
+        pair = torch.stack([inverse, inverse.new_tensor(math.nan)])
+        saved = merged, None, reduction.weight, pair, *values
+        assert late.complete(gradient, torch.tensor(0.5, device=device), request.tensors, saved)
+        assert torch.equal(gradient, expected(0.5))
 
 
 class Steps:

@@ -87,6 +87,11 @@ class Tensors(NamedTuple):
         return cls(*found)
 
 
+def places_of(tensors: Tensors) -> tuple:
+    """Return the place of each tensor, None for those that are absent."""
+    return tuple([x if x is None else place_of(x) for x in tensors])
+
+
 PER_TOKEN = (
     "labels",
     "temperatures",

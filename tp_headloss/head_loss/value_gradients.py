@@ -68,14 +68,14 @@ def value_gradients(
 
 
 def _divisor(call: Call):
-    """What a sum over tokens is divided by."""
+    """Return the divisor of a sum over tokens."""
     divisor = 1.0 if call.definition.reduction == "sum" else call.denominator
     assert divisor is not None
     return divisor
 
 
 def _divisor_of_kernel(reduction: FusedReduction, device) -> torch.Tensor:
-    """The same in memory, as the kernel takes it."""
+    """Return the divisor of a reduction, in memory as the kernel takes it."""
     divisor = reduction.denominator
     if isinstance(divisor, torch.Tensor):
         return divisor

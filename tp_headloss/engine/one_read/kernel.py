@@ -14,13 +14,12 @@ from pathlib import Path
 
 import torch
 
-from .params import RANKS, THREADS, agreement
+from .params import FLAGS, RANKS, THREADS, agreement
 
 FOLDER = Path(__file__).parent
 SHARED = 224 * 1024  # bytes of shared memory for all slots
 FORECASTS = 1024
 ARGUMENTS = ctypes.c_void_p * 1
-STATISTIC_FLAGS = "ENTROPY", "ARGMAX", "TOTAL"
 KERNELS = 256  # that a process keeps
 NUMBERS = re.compile(r"-?0x[\da-f.]+p[-+]\d+f")  # of a row function
 SAYS_SO = 4  # how many kernels of row functions that differ in numbers alone
@@ -150,7 +149,7 @@ def compiled(library, architecture: str, rows: str | None, *flags: str) -> ctype
         flags: of the kernel, see `one_read.cu`.
     """
     kernel = (FOLDER / "one_read.cu").read_text()
-    want = [flag for flag in flags if flag in STATISTIC_FLAGS]
+    want = [flag for flag in flags if flag.lower() in FLAGS]
     source = (rows or "") + kernel + agreement(want)
     headers = {path.name: path.read_bytes() for path in FOLDER.glob("*.cuh")}
     given = f"--gpu-architecture={architecture}", "--std=c++20", *(f"-D{flag}" for flag in flags)
@@ -191,6 +190,8 @@ _compiled: collections.Counter[tuple] = collections.Counter()  # of kernels that
 def expect_few(device: torch.device, rows: str, *flags: str):
     """Log a warning if row functions whose numbers alone differ were often compiled."""
     alike = device, NUMBERS.sub("", rows), *flags
+    if len(_compiled) >= KERNELS and alike not in _compiled:
+        _compiled.clear()
     _compiled[alike] += 1
     if _compiled[alike] == SAYS_SO:
         _log.warning(

@@ -8,7 +8,7 @@ import torch
 from ...statistics.records_triton import Inputs, LossGradient
 from ..device_inputs import inputs_of
 from ..launch import LATE_PROGRAMS, PreparedLaunch, ceil_div, dtype_key, gradient_launch, int_key
-from ..request import Request, Tensors, place_of
+from ..request import Request, Tensors, places_of
 from .late_kernel_triton import late_gradient_kernel
 from .launch import TERMS
 
@@ -29,7 +29,7 @@ class LateGradient:
         has found. strides: of the gradient."""
         logits, layout, facts = request.tensors.logits, request.layout, request.facts
         (_, prepared), (n_rows, width) = inputs_of(request), logits.shape
-        self.places = *place_of(logits), *place_of(request.tensors.labels)
+        self.places = places_of(request.tensors)
         self.numbers, self.rows = prepared.numbers, prepared.rows
         if has_slopes:  # half of the derivative of a square whose value is the slope
             terms = [(name, 0.5, True) for name in TERMS]
@@ -63,15 +63,9 @@ class LateGradient:
 
     def serves(self, gradient: torch.Tensor, tensors: Tensors, *others: torch.Tensor) -> bool:
         """True for saved tensors that lie as those of the forward did, the others without gaps."""
-        logits, labels = tensors.logits, tensors.labels
-        alike = (
-            self.places == (*place_of(logits), *place_of(labels))
-            and self.strides == gradient.stride()
-        )
-        if tensors.temperatures is not None:
-            others = *others, tensors.temperatures
         return (
-            alike
+            self.places == places_of(tensors)
+            and self.strides == gradient.stride()
             and gradient.data_ptr() % 16 == 0
             and False not in map(torch.Tensor.is_contiguous, others)
         )

@@ -18,7 +18,7 @@ import torch
 from ...statistics import MaybeNone
 from ..backend import load_backend
 from ..reductions import FusedReduction
-from ..request import Facts, Request, Tensors, place_of
+from ..request import Facts, Request, Tensors, places_of
 from ..transports.symmetric_memory import find_symmetric_memory
 from .kernel import SHARED, Memory, kernel_of, launch_in_turn
 from .params import ADDRESSES, GIVENS, OUTPUTS, SLOTS, TERMS, VALUES, Cuts, Params, words_of
@@ -116,7 +116,7 @@ def memory_of(request: Request, cuts: Cuts) -> Memory | None:
 
 
 class Rows(NamedTuple):
-    """What a kernel has to know of logits [N, width], and of their gradient."""
+    """Facts of logits [N, width] and of their gradient that calls of one kind share."""
 
     n_rows: int
     width: int
@@ -142,7 +142,8 @@ class Rows(NamedTuple):
 
 
 def flags_of(facts: Facts, plan, function, dtype: torch.dtype) -> list[str]:
-    """What a kernel is compiled with: see `numbers.cuh`. function: a `RowFunction` or None."""
+    """Return the flags that a kernel is compiled with, see `numbers.cuh`. function: a `RowFunction`
+    or None."""
     has_entropy_term = function is not None and function.has_entropy
     if function is None:
         has_entropy_term = "entropy" in [name for name, *_ in plan.gradients or ()]
@@ -170,7 +171,8 @@ class Kind:
         self.places = self._places(layout, plan, function, rows.n_rows)
         # from which row of the last output on they are
         self.slopes = function.n_terms if function else None
-        # `LateGradient`s by places of what they read
+        # `LateGradient`s by the places of what they read, of which there are few: strides and
+        # alignments of this shape
         self.late: dict[tuple, Any] = {}
 
     def _outputs(self, layout, plan, function, rows: Rows) -> list[torch.Tensor]:
@@ -282,7 +284,7 @@ def statistics_and_gradient(
 
 
 class Launched(NamedTuple):
-    """What `_launch` returns: that of `statistics_and_gradient`, and what its backward needs."""
+    """Results of a launch, as `statistics_and_gradient` has them, and what its backward needs."""
 
     outputs: list[torch.Tensor]
     reduced: tuple
@@ -357,8 +359,8 @@ def late_gradient(
     launched: Launched, request: Request, reduction: FusedReduction, gradient: torch.Tensor
 ) -> Late:
     """How the backward of this call completes the gradient that its forward may have written."""
-    x, kind = request.tensors, launched.kind
-    place = place_of(x.logits), place_of(x.labels), reduction.weight is None
+    kind = launched.kind
+    place = places_of(request.tensors), reduction.weight is None
     if place not in kind.late:
         make = load_backend("triton").LateGradient
         has_slopes, strides = kind.slopes is not None, gradient.stride()

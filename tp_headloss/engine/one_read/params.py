@@ -11,8 +11,8 @@ import struct
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+FLAGS = "entropy", "argmax", "total"  # statistics that a kernel is compiled with, in capitals
 TERMS = "lse", "log_prob", "entropy", "total"  # statistics of a loss that one launch computes
-
 KNOWN = *TERMS, "mass"  # statistics that a row function is given, in the order of `row_of`
 
 RANKS, THREADS = 8, 1024  # ranks, at most, and threads of a program

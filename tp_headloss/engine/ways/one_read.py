@@ -30,15 +30,13 @@ from ..one_read.launch import (
     memory_of,
     obstacle_to_rows,
 )
-from ..one_read.params import RANKS, TERMS, VALUES
+from ..one_read.params import FLAGS, RANKS, TERMS, VALUES
 from ..passes import Reduced
 from ..reductions import FusedReduction
 from ..request import Facts, Request, Tensors, without_gaps
 from .way import Case, Found, Loss, Way
 
 SUMMED = {*TERMS, "target_logit", "hits"}
-# statistics besides: the kernel is compiled with their names in capitals
-FLAGS = "entropy", "argmax", "total"
 ALIGNED = 32  # columns of which a multiple has no gaps between the rows of a block
 DTYPES = torch.bfloat16, torch.float16
 # of GPUs, logits of a rank, and columns of one rank and of one of several where it was faster
