@@ -54,39 +54,47 @@ class Transform:
 @checked
 @dataclass(frozen=True)
 class Options:
-    """Options of the computation; none changes a result by more than rounding. ValueError or TypeError for bad ones.
+    """Options of the computation; none changes a result by more than rounding. ValueError or
+    TypeError for bad ones.
 
     Args:
         backend: "triton", "torch" or None (triton on CUDA, torch elsewhere).
-        transport: "gather" (an all-gather), "symm_mem" (symmetric memory), "sum" (all-reduces; no "argmax") or "auto".
-        inplace: the backward writes the gradient over the logits (eager only). Whoever reads the logits after it finds
-            the gradient there; logits that are a leaf share its memory with their ``.grad``. The logits of a `Teacher`
-            must be exactly these or share no memory with them. torch's own errors for other operations that saved the
-            logits need their saved tensors to come without hooks (`torch.autograd.graph.saved_tensors_hooks`).
-        gradient: "forward" has the forward of a `HeadLoss` write the gradient of its logits, in one launch that reads
-            each logit once and exchanges packets with the group's other ranks, and the backward hand it over. That is
-            for the upstream gradient of the loss that came the last time, at first 1. If another one comes, the
-            backward writes the gradient, and after two such steps the forward waits until one has come repeatedly. So
-            what differs from step to step belongs into ``denominator`` or ``token_weight``. With ``inplace`` the
+        transport: "gather" (an all-gather), "symm_mem" (symmetric memory), "sum" (all-reduces; no
+            "argmax") or "auto".
+        inplace: the backward writes the gradient over the logits (eager only). Whoever reads the
+            logits after it finds the gradient there; logits that are a leaf share its memory with
+            their ``.grad``. The logits of a `Teacher` must be exactly these or share no memory with
+            them. torch's own errors for other operations that saved the logits need their saved
+            tensors to come without hooks (`torch.autograd.graph.saved_tensors_hooks`).
+        gradient: "forward" has the forward of a `HeadLoss` write the gradient of its logits, in one
+            launch that reads each logit once and exchanges packets with the group's other ranks,
+            and the backward hand it over. That is for the upstream gradient of the loss that came
+            the last time, at first 1. If another one comes, the backward writes the gradient, and
+            after two such steps the forward waits until one has come repeatedly. So what differs
+            from step to step belongs into ``denominator`` or ``token_weight``. With ``inplace`` the
             gradient is for 1, and multiplied for others, which rounds it a second time. For
-            bfloat16 or float16 logits on GPUs of compute capability 9.0, whose rows begin at multiples of 16 bytes;
-            equal shards on at most 8 ranks with symmetric memory; a positive scale; no bias; terms that are
-            statistics or `Term.pointwise` (no class weights), and at most six sums of lse, log_prob, entropy,
-            total, the accuracy and such terms; a reduction over tokens; no teacher, sets, ids or rank, and no
-            weights or inputs that require a gradient; ValueError for other calls that need a gradient.
-            "backward" has a launch of the backward write it. "auto" takes "forward" where it can and was measured to be
-            faster, else "backward", also for the blocks of one sweep; the two may differ in the last bit. From the
-            forward on the gradient takes memory, unless ``inplace`` has the forward write it over the logits. A rank
-            that does not come within its group's timeout makes its peers' results NaN, and their next call raises.
-        check: raise a ValueError that names the first token with a bad label, set, given id or entry of a `TopKTeacher`
-            (an unknown id, or log-probs whose probabilities add up to more than 1, as those of logits do), or that
-            names token, column, rank and count of a NaN (or an infinity that makes one) in logits, hidden states,
-            weight, bias, teacher, inputs or token weights, on every rank, after a host synchronisation.
-        validate: "metadata" looks at what this rank can see, "full" has the ranks of the group compare their calls
-            first, so that a mistake on one is the same exception on all (eager only; for debugging); "checksums" is
-            "full" and compares the bits of replicated hidden states, too. With ``check``, calls without a shard compare
-            over all ranks of the job: equal labels with other logits are a forgotten shard. That waits at most 60 s for
-            ranks that make no such call (other pipeline stages, say), once, and then compares no more.
+            bfloat16 or float16 logits on GPUs of compute capability 9.0, whose rows begin at
+            multiples of 16 bytes; equal shards on at most 8 ranks with symmetric memory; a positive
+            scale; no bias; terms that are statistics or `Term.pointwise` (no class weights), and at
+            most six sums of lse, log_prob, entropy, total, the accuracy and such terms; a reduction
+            over tokens; no teacher, sets, ids or rank, and no weights or inputs that require a
+            gradient; ValueError for other calls that need a gradient. "backward" has a launch of
+            the backward write it. "auto" takes "forward" where it can and was measured to be
+            faster, else "backward", also for the blocks of one sweep; the two may differ in the
+            last bit. From the forward on the gradient takes memory, unless ``inplace`` has the
+            forward write it over the logits. A rank that does not come within its group's timeout
+            makes its peers' results NaN, and their next call raises.
+        check: raise a ValueError that names the first token with a bad label, set, given id or
+            entry of a `TopKTeacher` (an unknown id, or log-probs whose probabilities add up to more
+            than 1, as those of logits do), or that names token, column, rank and count of a NaN (or
+            an infinity that makes one) in logits, hidden states, weight, bias, teacher, inputs or
+            token weights, on every rank, after a host synchronisation.
+        validate: "metadata" looks at what this rank can see, "full" has the ranks of the group
+            compare their calls first, so that a mistake on one is the same exception on all (eager
+            only; for debugging); "checksums" is "full" and compares the bits of replicated hidden
+            states, too. With ``check``, calls without a shard compare over all ranks of the job:
+            equal labels with other logits are a forgotten shard. That waits at most 60 s for ranks
+            that make no such call (other pipeline stages, say), once, and then compares no more.
 
     Examples:
         >>> try:

@@ -330,8 +330,7 @@ DEVICE void write_gradient(const Params& q, const Program& p, const Item& item, 
     each_vector(base, begin, end, p.lane, q.before, [&](int v, const uint4& r, bool is_near) {
       st_shared_v4(base + v * 16, f.is_plain ? eight(r, true, is_near) : eight(r, false, is_near));
     });
-  }
-  if (item.ignored) {
+  } else {
     for (int v = begin + p.lane; v < end; v += 32) {
       st_shared_v4(base + v * 16, make_uint4(0, 0, 0, 0));
     }
