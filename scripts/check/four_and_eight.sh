@@ -31,7 +31,7 @@ sized() { if [ "$ranks" -ge 4 ]; then echo "$1"; else echo "$2"; fi; }
 
 # shellcheck disable=SC2046  # one word per option
 part() {
-    local test=tests/engine/test_one_read.py
+    local test=tests/engine/test_one_read_ranks.py
     case $1 in
         # equal bits at all sizes, a rank that does not come, 200 random calls, two groups at once
         one_read) "$python" -m pytest -q --durations 5 $test \

@@ -53,7 +53,7 @@ GROUPS = {
         ("engine/one_read/late_gradient_triton.py", "LateGradient.__init__", "facts.valid_width < width", "False"),
         ("statistics/family_triton.py", "upstream", "g == 0.0", "False"),
     ],
-    "test_one_read": [
+    "test_one_read test_one_read_protocol": [
         ("engine/one_read/launch.py", "Kind._places", "4 * n_rows * k", "4 * n_rows"),
         ("call/statistics.py", "vocab_statistics", "given.options.gradient == 'forward'", "False"),
         ("engine/one_read/launch.py", "cuts_of", "leaves > 1", "False"),

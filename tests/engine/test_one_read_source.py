@@ -268,15 +268,28 @@ def test_a_softcap_is_a_tanh_and_has_its_slope(before, tmp_path):
     found = np.empty((len(logits), 2), dtype=np.float32)
     number = ctypes.c_float(before)
     host = library(tmp_path, "-DSOFTCAP")
-    host.values(pointer(logits), pointer(found), len(logits), number)
+    host.values(pointer(logits), pointer(found), len(logits), number, 0)
     exact = logits.astype(np.float64) * number.value
     with np.errstate(over="ignore"):
         slopes = np.cosh(exact) ** -2.0
     np.testing.assert_allclose(found[:, 0], np.tanh(exact), rtol=3e-7)
     np.testing.assert_allclose(found[:, 1], slopes, rtol=1e-5, atol=1e-37)
     nothing = np.array([-np.inf, np.nan], dtype=np.float32)
-    host.values(pointer(nothing), pointer(found), 2, number)
+    host.values(pointer(nothing), pointer(found), 2, number, 0)
     assert found[0, 0] == -np.inf and np.isnan(found[1, 0])
+
+
+@needs_compiler
+def test_a_logit_near_0_has_the_same_bits_beside_any_others(tmp_path):
+    """Large temperatures' inverses make 1e-7 of a tanh visible."""
+    logits = np.concatenate([np.linspace(-0.499, 0.499, 9999), [0.0, 1e-30, -1e-6]])
+    logits = logits.astype(np.float32)
+    host, one = library(tmp_path, "-DSOFTCAP"), ctypes.c_float(1.0)
+    found = [np.empty((len(logits), 2), dtype=np.float32) for _ in range(2)]
+    for all_near, values in enumerate(found):
+        host.values(pointer(logits), pointer(values), len(logits), one, all_near)
+    np.testing.assert_array_equal(*found)
+    np.testing.assert_allclose(found[0][:, 0], np.tanh(logits.astype(np.float64)), rtol=1.2e-7)
 
 
 @needs_compiler

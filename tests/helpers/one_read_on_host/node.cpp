@@ -44,10 +44,10 @@ void packets(const Node* x, Node* found, int n) {
   }
 }
 
-// With a softcap: values and slopes.
-void values(const float* logits, float* found, int n, float before) {
+// With a softcap: values and slopes. all_near: the logits are said to be near 0.
+void values(const float* logits, float* found, int n, float before, int all_near) {
   for (int i = 0; i < n; i++) {
-    const Value x = value_and_slope(logits[i], before);
+    const Value x = value_and_slope(logits[i], before, all_near);
     found[2 * i] = x.value, found[2 * i + 1] = x.slope;
   }
 }

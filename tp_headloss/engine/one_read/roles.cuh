@@ -318,17 +318,18 @@ DEVICE void write_gradient(const Params& q, const Program& p, const Item& item, 
   u16* columns = p.columns(q);
   const u32 base = shared_address(columns);
   const Factors f = p.s.factor[p.slot];
-  auto two = [&](u32 u, bool is_plain, bool is_near) {
-    return rounded(gradient_of(f, low(u), q.before, is_plain, is_near),
-                   gradient_of(f, high(u), q.before, is_plain, is_near));
+  auto two = [&](u32 u, bool is_plain, bool all_near) {
+    return rounded(gradient_of(f, low(u), q.before, is_plain, all_near),
+                   gradient_of(f, high(u), q.before, is_plain, all_near));
   };
-  auto eight = [&](const uint4& r, bool is_plain, bool is_near) {
-    return make_uint4(two(r.x, is_plain, is_near), two(r.y, is_plain, is_near),
-                      two(r.z, is_plain, is_near), two(r.w, is_plain, is_near));
+  auto eight = [&](const uint4& r, bool is_plain, bool all_near) {
+    return make_uint4(two(r.x, is_plain, all_near), two(r.y, is_plain, all_near),
+                      two(r.z, is_plain, all_near), two(r.w, is_plain, all_near));
   };
   if (!item.ignored) {
-    each_vector(base, begin, end, p.lane, q.before, [&](int v, const uint4& r, bool is_near) {
-      st_shared_v4(base + v * 16, f.is_plain ? eight(r, true, is_near) : eight(r, false, is_near));
+    each_vector(base, begin, end, p.lane, q.before, [&](int v, const uint4& r, bool all_near) {
+      const uint4 x = f.is_plain ? eight(r, true, all_near) : eight(r, false, all_near);
+      st_shared_v4(base + v * 16, x);
     });
   } else {
     for (int v = begin + p.lane; v < end; v += 32) {

@@ -70,8 +70,8 @@ DEVICE bool are_near(uint4 v, float before) {
   return larger(largest(sizes)) * before < NEAR_0;  // a NaN is NaN there, too
 }
 
-// Call f(vector, its logits, whether they are near 0) for a lane's part of the vectors from `begin`
-// to `end`. All lanes take the same branch, the quick one if all of them can.
+// Call f(vector, its logits, whether all lanes' are near 0) for a lane's part of the vectors from
+// `begin` to `end`. All lanes take the same branch, the quick one if all of them can.
 template <class F>
 DEVICE void each_vector(u32 base, int begin, int end, int lane, float before, const F& f) {
   if constexpr (HAS_SOFTCAP) {
@@ -93,11 +93,11 @@ DEVICE void each_vector(u32 base, int begin, int end, int lane, float before, co
 // Add a lane's part of the same vectors to its sums. is_plain: no logit is -inf.
 DEVICE void add_vectors(LaneSums& x, u32 base, int begin, int end, int lane, Base2 e, float before,
                         bool is_plain) {
-  auto add_two = [&](u32 u, bool is_near) {
+  auto add_two = [&](u32 u, bool all_near) {
     Logit a, b;
-    a.value = value_and_slope(low(u), before, is_near).value;
+    a.value = value_and_slope(low(u), before, all_near).value;
     a.exponent = fmaf(a.value, e.by, -e.at);
-    b.value = value_and_slope(high(u), before, is_near).value;
+    b.value = value_and_slope(high(u), before, all_near).value;
     b.exponent = fmaf(b.value, e.by, -e.at);
     a.power = ex2(a.exponent);
     b.power = ex2(b.exponent);
@@ -105,8 +105,8 @@ DEVICE void add_vectors(LaneSums& x, u32 base, int begin, int end, int lane, Bas
     x.odd += b.power;
     Optional::add(x, a, b, is_plain);
   };
-  each_vector(base, begin, end, lane, before, [&](int, const uint4& r, bool is_near) {
-    add_two(r.x, is_near), add_two(r.y, is_near), add_two(r.z, is_near), add_two(r.w, is_near);
+  each_vector(base, begin, end, lane, before, [&](int, const uint4& r, bool all_near) {
+    add_two(r.x, all_near), add_two(r.y, all_near), add_two(r.z, all_near), add_two(r.w, all_near);
   });
 }
 

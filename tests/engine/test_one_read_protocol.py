@@ -1,0 +1,182 @@
+"""One read without a GPU: its arguments, the places of its results, its flags, and a model of its
+protocol."""
+
+import functools
+import itertools
+import math
+import random
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from one_read_model import Rank, run, take_turns
+from one_read_problem import N
+
+import tp_headloss as hl
+from tp_headloss.engine.one_read import kernel as one_read_kernel
+from tp_headloss.engine.one_read import launch as one_read_launch
+from tp_headloss.engine.one_read import params as one_read_params
+from tp_headloss.engine.one_read import rows as row_functions
+from tp_headloss.engine.ways import one_read
+from tp_headloss.ranks.shard import canonical_chunk_size
+from tp_headloss.statistics import layout_of
+
+
+@functools.cache
+def kernel_numbers():
+    """The kernel's named integers."""
+    source = (Path(one_read_launch.__file__).parent / "numbers.cuh").read_text()
+    return {name: int(x) for name, x in re.findall(r"(\w+) = (\d+)[,;]", source)}
+
+
+@pytest.mark.parametrize("vocab_size", [250, 700, 32000, 32064, 50304, 128256, 151936, 262144])
+def test_leaves_depend_on_the_vocabulary_alone(vocab_size):
+    size = canonical_chunk_size(vocab_size)
+    all_cuts = [one_read_launch.cuts_of(size, 8 // ranks) for ranks in (1, 2, 4, 8)]
+    assert len({(cuts.chunk, cuts.cuts) for cuts in all_cuts}) == 1
+    for ranks, cuts in zip((1, 2, 4, 8), all_cuts):
+        assert (
+            cuts.leaves * cuts.pieces * ranks == 8 << cuts.cuts
+            and cuts.leaves & (cuts.leaves - 1) == 0
+        )
+        assert (
+            -(-cuts.chunk // (1 << cuts.cuts)) <= one_read_launch.LEAF
+            and cuts.leaves <= kernel_numbers()["SUM"]
+        )
+        assert (
+            4 <= cuts.slots <= one_read_launch.SLOTS
+            and cuts.slots * cuts.slot_bytes <= one_read_kernel.SHARED
+        )
+        assert cuts.slot_bytes % 128 == 0 and cuts.slot_bytes >= 16 * cuts.chunk * cuts.leaves / (
+            1 << cuts.cuts
+        )
+
+
+def test_the_argument_and_its_callers_agree():
+    """The compiler checks what stands in CUDA, too: see `params.agreement`."""
+    params = one_read_params
+    assert params.TERMS == row_functions.SLOPES and params.GIVENS == row_functions.MOST_INPUTS
+    addresses = params.N_ADDRESSES + 2  # and `control` and `failed`
+    assert sum(params.POINTERS.values()) == addresses
+
+
+def places_of(layout):
+    kind, plan = object.__new__(one_read_launch.Kind), SimpleNamespace(statistics=("log_prob",))
+    return dict(zip(one_read_params.OUTPUTS, kind._places(layout, plan, None, N)))
+
+
+@pytest.mark.parametrize("n_flags", range(4))
+def test_every_result_has_a_place_of_its_own(n_flags):
+    for want in itertools.combinations(one_read.FLAGS, n_flags):
+        layout = layout_of(True, want)
+        merged, values, *flags = layout.empty_outputs(torch.empty(()), N, torch.float32)
+        rows = {
+            **dict(zip(layout.merged, merged)),
+            **dict(zip(layout.values, values)),
+            **dict(zip(layout.flags, flags)),
+        }
+        outputs, places = (merged, values, *flags), places_of(layout)
+        for name, row in rows.items():
+            number, offset = places.pop(name)
+            assert outputs[number].data_ptr() + offset == row.data_ptr(), name
+        beside = "loss", "sums", "inverse"
+        assert {name for name, place in places.items() if place is not None} == {*beside}
+
+
+def test_a_result_without_a_place_is_an_error():
+    layout = SimpleNamespace(merged=("shift",), values=("a sum",), flags=())
+    with pytest.raises(AssertionError, match="the kernel writes no"):
+        places_of(layout)
+    layout.values = ("shift",)
+    with pytest.raises(AssertionError, match="names of merged rows and of values"):
+        places_of(layout)
+
+
+FLAGS = {
+    "cross-entropy": ([hl.CrossEntropy()], (), {}, []),
+    "a metric": ([hl.CrossEntropy()], ("entropy",), {}, ["ENTROPY"]),
+    "a bonus": ([hl.CrossEntropy(), hl.Entropy(0.1)], (), {}, ["ENTROPY", "ENTROPY_TERM"]),
+    "a policy": ([hl.PolicyGradient(), hl.Entropy(0.1)], (), {}, ["ENTROPY", "ENTROPY_TERM"]),
+    "a policy with a metric": ([hl.PolicyGradient()], ("entropy",), {}, ["ENTROPY"]),
+    "smoothing": ([hl.CrossEntropy(label_smoothing=0.1)], ("accuracy",), {}, ["ARGMAX", "TOTAL"]),
+    "a softcap": ([hl.CrossEntropy()], (), {"softcap": 9.0}, ["SOFTCAP"]),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", FLAGS)
+def test_a_kernel_is_compiled_with_what_its_loss_needs(case, dtype, device):
+    terms, metrics, transform, expected = FLAGS[case]
+    head = hl.HeadLoss(terms, metrics=metrics, options=hl.Options(backend="triton"))
+    logits = torch.zeros(N, 128, dtype=dtype, device=device, requires_grad=True)
+    labels = torch.zeros(N, dtype=torch.int64, device=device)
+    names = dict.fromkeys(name for term in terms for name in term.inputs)
+    inputs = {name: torch.zeros(N, device=device) for name in names}
+    given = head._given(logits, labels, None, hl.Transform(**transform))
+    call, request = head._checked(given, None, None, inputs)
+    plan, *_, function, _ = head._case(call, request).loss.in_one_read
+    found = one_read_launch.flags_of(request.facts, plan, function, dtype)
+    assert sorted(found) == sorted(expected + ["HALF"] * (dtype == torch.float16))
+
+
+# Launches of other shapes follow each other in one memory, so that packets of one may lie where
+# another's were.
+LAUNCHES = [(5, 2), (3, 1), (7, 2), (1, 4), (6, 1)]
+
+
+def value(rank, row, piece):
+    return 1 + rank + 10 * piece + 100 * row
+
+
+def results(n_ranks, order, **given):
+    ranks = [Rank(half=7 * 4 * n_ranks) for _ in range(n_ranks)]
+    run(ranks, LAUNCHES, value=value, order=random.Random(order), **given)
+    return ranks
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2, 3])
+@pytest.mark.parametrize("resident, slots", [(1, 4), (2, 2), (3, 2)])
+def test_the_protocol_ends_with_the_same_sums_in_any_order(n_ranks, resident, slots):
+    """As long as the slots of the programs that run at once hold a row's pieces, of which there are
+    4."""
+    for order in range(30):
+        ranks = results(n_ranks, order, n_programs=3, slots=slots, resident=resident)
+        for number, (n_rows, pieces) in enumerate(LAUNCHES, 1):
+            for row in range(n_rows):
+                total = sum(
+                    value(rank, row, piece) for rank in range(n_ranks) for piece in range(pieces)
+                )
+                for rank in ranks:
+                    assert [rank.results[number, row, piece] for piece in range(pieces)] == [
+                        total
+                    ] * pieces
+
+
+def test_slots_that_hold_no_whole_row_wait_for_each_other():
+    (rank,) = results(1, 0, n_programs=3, slots=2, resident=1)
+    assert math.isnan(rank.results[4, 0, 0])
+
+
+@pytest.mark.parametrize("slots", range(4, one_read_launch.SLOTS + 1))
+def test_warps_that_take_turns_take_no_barrier_for_another(slots):
+    numbers = kernel_numbers()
+    turns = {
+        "teams": numbers["TEAMS"],
+        "post": numbers["POST"],
+        "merge": numbers["MERGE"],
+        "n_items": 40,
+    }
+    for i in range(20):
+        take_turns(random.Random(i), slots, **turns)
+    if slots % numbers["TEAMS"]:  # or else each slot is one team's
+        with pytest.raises(AssertionError, match=r"I[357] of"):
+            for i in range(20):
+                take_turns(random.Random(i), slots, **turns, waits_for_the_team_before=False)
+
+
+def test_a_rank_that_does_not_come_ends_its_peers_with_nan():
+    ranks = results(2, 0, n_programs=2, slots=2, absent=(1,), patience=500)
+    assert len(ranks[0].results) == sum(n_rows * pieces for n_rows, pieces in LAUNCHES)
+    assert all(math.isnan(total) for total in ranks[0].results.values())
