@@ -9,6 +9,10 @@ or keyword argument to find there, and what it becomes. Code is compared as pars
 parentheses do not matter; it must be in the function exactly once. Where it is not, the list says what is there that
 looks alike, and in which functions of the package the same code is now.
 
+A bug may also be in a CUDA part, such as `engine/one_read/node.cuh`: the function is found by its name, or by
+"Struct.function" where structs share one, and its body by the braces. Code is compared as text there, but for white
+space and comments; the name and the code must each be there exactly once.
+
 A mutant is killed if the tests of its group fail, and survives if they pass. Survivors, and bugs that cannot be
 planted, are listed at the end and make the exit status 1.
 """
@@ -19,6 +23,7 @@ import difflib
 import functools
 import os
 import queue
+import re
 import subprocess
 import sys
 import tempfile
@@ -41,7 +46,7 @@ class Outdated(Exception):
 class Bug(NamedTuple):
     number: int
     tests: str  # names of test files, without .py
-    module: str  # path in the package
+    module: str  # path in the package, of a Python module or a CUDA part
     function: str  # qualified name, "Class.method" or "outer.inner"; "" is the whole module
     find: str
     becomes: str
@@ -163,6 +168,8 @@ def find(bug: Bug, source: str, package: Path = PACKAGE) -> ast.AST:
 
 def mutated(bug: Bug, source: str, package: Path = PACKAGE) -> str:
     """The source with the bug in it, everything else unchanged to the character."""
+    if is_cuda(bug.module):
+        return mutated_cuda(bug, source)
     node = find(bug, source, package)
     lines = source.encode().splitlines(keepends=True)  # columns of the AST are bytes
     start = sum(map(len, lines[: node.lineno - 1])) + node.col_offset
@@ -188,11 +195,69 @@ def mutated(bug: Bug, source: str, package: Path = PACKAGE) -> str:
     return after
 
 
+def is_cuda(module: str) -> bool:
+    return module.endswith((".cuh", ".cu"))
+
+
+def line_of(code: str, place: int) -> int:
+    return code.count("\n", 0, place) + 1
+
+
+def the_only(pattern: str, code: str, start: int, stop: int, where: str) -> re.Match:
+    """The one match between two places of the code."""
+    found = [*re.compile(pattern).finditer(code, start, stop)]
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise Outdated(f"not in {where}")
+    lines = ", ".join(str(line_of(code, match.start())) for match in found)
+    raise Outdated(f"{len(found)} times in {where}, lines {lines}")
+
+
+def end_of_block(code: str, start: int) -> int:
+    """Place of the brace that closes the block whose code begins at `start`."""
+    depth = 1
+    for brace in re.compile("[{}]").finditer(code, start):
+        depth += 1 if brace[0] == "{" else -1
+        if depth == 0:
+            return brace.start()
+    raise Outdated(f"the block that begins in line {line_of(code, start)} does not end")
+
+
+def body_of(code: str, name: str, start: int, stop: int, where: str) -> tuple[int, int]:
+    """Where the body of a function or struct begins and ends, without its braces."""
+    parameters = r"\((?:[^(){};]|\([^(){};]*\))*\)"  # which may have parentheses, too
+    function = rf"\b{name}\s*{parameters}(?:\s*const)?\s*{{"
+    struct = rf"\bstruct\s+(?:__align__\(\d+\)\s+)?{name}\b[^;(){{}}]*{{"
+    try:
+        opening = the_only(f"{function}|{struct}", code, start, stop, where)
+    except Outdated as error:
+        raise Outdated(f"function or struct {name}: {error}") from error
+    return opening.end(), end_of_block(code, opening.end())
+
+
+def mutated_cuda(bug: Bug, source: str) -> str:
+    """The CUDA source with the bug in it."""
+    # comments become spaces, so that places stay
+    code = re.sub("//.*", lambda comment: " " * len(comment[0]), source)
+    where, start, stop = bug.module, 0, len(code)
+    for name in filter(None, bug.function.split(".")):
+        start, stop = body_of(code, name, start, stop, where)
+        where = name
+    words = bug.find.split()
+    pattern = r"\s+".join(map(re.escape, words))
+    found = the_only(pattern, code, start, stop, where)
+    if words == bug.becomes.split():
+        raise Outdated("changes nothing")
+    return source[: found.start()] + bug.becomes + source[found.end() :]
+
+
 def source_of(bug: Bug, package: Path) -> str:
     path = package / bug.module
     if not path.exists():
-        places = "".join(f"\n    it is in {place}" for place in elsewhere(package, bug.find))
-        raise Outdated(f"there is no module {bug.module}{places}")
+        places = [] if is_cuda(bug.module) else elsewhere(package, bug.find)
+        hints = "".join(f"\n    it is in {place}" for place in places)
+        raise Outdated(f"there is no module {bug.module}{hints}")
     return path.read_text()
 
 

@@ -24,6 +24,28 @@ def total(values):
     return sum(values, start=0.0) + sum(values, start=0.0)
 '''
 
+CUDA = """
+struct Sum {
+  float total;  // of { all
+  DEVICE float mean(int n) const { return total / n; }
+};
+struct Largest : Sum {
+  DEVICE float mean(int) const { return total; }
+};
+// join(a, b) {
+DEVICE Sum join(Sum a, Sum b, float (&parts)[2]) {
+  if (finite(b.total)) {
+    a.total +=
+        b.total;  // }
+  }
+  return Sum{a.total};
+}
+DEVICE float total_of(Sum a, Sum b) {
+  float parts[2];
+  return join(a, b, parts).total + join(b, a, parts).total;
+}
+"""
+
 
 @pytest.fixture
 def mutants(monkeypatch):
@@ -35,8 +57,10 @@ def mutants(monkeypatch):
 
 @pytest.fixture
 def problem(mutants, tmp_path):
-    """problem(module, function, find, becomes): why this cannot be planted into SOURCE."""
+    """problem(module, function, find, becomes): why this cannot be planted into SOURCE or CUDA."""
     (tmp_path / "shard.py").write_text(SOURCE)
+    (tmp_path / "sum.cuh").write_text(CUDA)
+    (tmp_path / "open.cuh").write_text(CUDA.replace("return Sum{a.total};\n}", ""))
     return lambda *change: mutants.problem(mutants.Bug(0, "test_shard", *change), tmp_path)
 
 
@@ -112,6 +136,45 @@ def test_a_bug_that_does_not_fit_says_why_and_what_would(problem, function, find
 def test_a_bug_of_a_module_that_moved_says_where_its_code_is(problem):
     said = 'Outdated: there is no module sharding.py\n    it is in ("shard.py", "Shard.width", ..)'
     assert problem("sharding.py", "Shard.width", "check(size)", "pass") == said
+
+
+@pytest.mark.parametrize(
+    ("function", "find", "becomes", "before", "after"),
+    [
+        ("join", "return Sum{a.total};", "return b;", "return Sum{a.total};", "return b;"),
+        ("join", "+= b.total", "= 0", "+=\n        b.total", "= 0"),
+        ("Sum", "float total;", "int total;", "float total;", "int total;"),
+        ("Largest.mean", "total", "0", "return total;", "return 0;"),
+        ("total_of", "join(a, b, parts).total +", "", "join(a, b, parts).total +", ""),
+        ("", "total / n", "total", "total / n", "total"),
+    ],
+)
+def test_a_bug_in_a_cuda_part_replaces_its_code_and_nothing_else(
+    mutants, function, find, becomes, before, after
+):
+    assert CUDA.count(before) == 1
+    bug = mutants.Bug(0, "test_sum", "sum.cuh", function, find, becomes)
+    assert mutants.mutated(bug, CUDA) == CUDA.replace(before, after)
+
+
+@pytest.mark.parametrize(
+    ("module", "function", "find", "words"),
+    [
+        ("sum.cuh", "join", "c.total", "Outdated: not in join"),
+        ("sum.cuh", "join", "float parts[2];", "Outdated: not in join"),
+        ("sum.cuh", "join", "total", "4 times in join, lines 11, 12, 13, 15"),
+        ("sum.cuh", "Sum", "of", "not in Sum"),
+        ("sum.cuh", "meet", "total", "function or struct meet: not in sum.cuh"),
+        ("sum.cuh", "mean", "total", "function or struct mean: 2 times in sum.cuh, lines 4, 7"),
+        ("sum.cuh", "Largest.join", "total", "function or struct join: not in Largest"),
+        ("sum.cuh", "Largest.mean", "return pass", "not in mean"),
+        ("sum.cuh", "Sum.mean", "return total  / n", "changes nothing"),
+        ("open.cuh", "join", "total", "the block that begins in line 10 does not end"),
+        ("total.cuh", "join", "a.total +", "there is no module total.cuh"),
+    ],
+)
+def test_a_bug_that_does_not_fit_a_cuda_part_says_why(problem, module, function, find, words):
+    assert words in problem(module, function, find, "return total / n")
 
 
 def test_bugs_are_chosen_by_number_or_by_word(mutants):
