@@ -18,6 +18,7 @@ from tp_headloss.engine.one_read import params as one_read_params
 FOLDER = Path(one_read_params.__file__).parent
 HOST = Path(__file__).parents[1] / "helpers/one_read_on_host"
 SOURCES = {path.name: path.read_text() for path in (*FOLDER.glob("*.cuh"), *FOLDER.glob("*.cu"))}
+SCALES = pytest.mark.parametrize("scale", [1.0, 0.3, 1 / 0.7, 25.0])
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 
 NODE = np.dtype(
@@ -50,6 +51,9 @@ def library(folder, *more_flags):
     assert compiled(folder, (HOST / "node.cpp").read_text(), *flags, *options) == ""
     found = ctypes.CDLL(str(folder / "node.so"))
     assert found.size_of_node() == NODE.itemsize
+    for name in ("leaf", "scale"):
+        getattr(found, name).restype = ctypes.c_float
+    found.label.restype = ctypes.c_longlong
     return found
 
 
@@ -61,6 +65,19 @@ def host(tmp_path_factory):
 def pointer(array):
     assert array.flags.c_contiguous
     return array.ctypes.data_as(ctypes.c_void_p)
+
+
+def argument(**fields):
+    """The kernel's argument with these fields, by reference; arrays are pointers."""
+    pointers = *one_read_params.CALLS, *one_read_params.OUTPUTS
+    found = one_read_params.Params(before=1, scale=1)
+    for name, x in fields.items():
+        if name in pointers:
+            found.addresses[pointers.index(name)] = x.ctypes.data
+        else:
+            setattr(found, name, x)
+    found.fields = fields  # keeps the arrays
+    return ctypes.byref(found)
 
 
 def joined(host, a, b, scale=1.0):
@@ -146,9 +163,6 @@ def test_both_orders_of_a_join_have_the_same_bits(host):
         expect_same_bits(joined(host, x, y), joined(host, y, x))
 
 
-SCALES = pytest.mark.parametrize("scale", [1.0, 0.3, 1 / 0.7, 25.0])
-
-
 @needs_compiler
 @SCALES
 def test_any_tree_of_joins_agrees_with_float64(scale, host):
@@ -180,11 +194,73 @@ def test_no_order_of_joins_loses_a_bad_logit(host, bad):
 
 
 @needs_compiler
-def test_a_packet_carries_a_node(host):
+@pytest.mark.parametrize("flags", range(4))
+def test_a_packet_carries_a_node_the_labels_logit_and_flags(flags, host):
     *_, whole = parts_and_whole(rows())
-    found = np.empty_like(whole)
-    host.packets(pointer(whole), pointer(found), len(whole))
+    random = np.random.default_rng(2)
+    logits = bf16(random.standard_normal(len(whole))).astype(np.float32)
+    found, labels = np.empty_like(whole), np.empty_like(logits)
+    owners, ignored = np.empty((2, len(whole)), dtype=np.int32)
+    given = pointer(whole), pointer(logits), flags
+    results = map(pointer, (found, labels, owners, ignored))
+    host.packets(*given, *results, len(whole))
     expect_same_bits(found, whole)
+    expect_same_bits(labels, logits)
+    assert ((owners > 0) == bool(flags & 1)).all()
+    assert ((ignored > 0) == bool(flags & 2)).all()
+
+
+@needs_compiler
+def test_a_packet_has_come_once_both_stores_are_of_this_launch(host):
+    for launch in (1, 2, 7, 0x3FFFFFFF):
+        assert host.has_come(launch, launch, launch)
+        assert not host.has_come(launch - 1, launch, launch)
+        assert not host.has_come(launch, launch - 1, launch)
+
+
+@needs_compiler
+def test_no_packet_carries_nothing(host):
+    found, nothing = np.empty((2, 1), dtype=NODE)
+    host.no_packets(pointer(found), 1)
+    host.nothings(pointer(nothing), 1)
+    expect_same_bits(found, nothing)
+
+
+def even_rows(scale=1.0):
+    """Rows with an even number of logits whose z are float32, and rows of equal ones."""
+    for row in rows():
+        z = np.concatenate(row)
+        if (scale * z <= np.finfo(np.float32).max).all():
+            yield np.append(z, -np.inf) if len(z) % 2 else z
+    for top in (0, 1.5, -96, 3e4, 1e30):
+        yield np.full(8, bf16(top))
+
+
+@needs_compiler
+@SCALES
+def test_a_leaf_agrees_with_float64(scale, host):
+    scale = float(np.float32(scale))
+    for exact in even_rows(scale):
+        z, found = exact.astype(np.float32), np.empty(1, dtype=NODE)
+        whole = node_of(exact, scale=scale)
+        host.leaf(pointer(z), len(z), pointer(found), ctypes.c_float(scale), False)
+        assert found["max"] == whole["max"] and found["count"] == whole["count"]
+        np.testing.assert_allclose(found["sum"], whole["sum"], rtol=3e-6)
+        np.testing.assert_allclose(found["moment"], whole["moment"], rtol=3e-5, atol=3e-6)
+        total_noise = 1e-6 * np.abs(exact[exact > -np.inf]).sum()
+        np.testing.assert_allclose(found["total"], whole["total"], rtol=0, atol=total_noise)
+
+
+@needs_compiler
+def test_a_leaf_that_is_taken_for_plain_shows_that_it_is_not(host):
+    for exact in even_rows():
+        z, found = exact.astype(np.float32), np.empty((2, 1), dtype=NODE)
+        for is_plain, node in enumerate(found):
+            size = host.leaf(pointer(z), len(z), pointer(node), ctypes.c_float(1), is_plain)
+        if (z > -np.inf).all():
+            expect_same_bits(*found)
+        else:
+            assert not size < np.inf
 
 
 def statistics_in_float64(z, label):
@@ -201,13 +277,22 @@ def statistics_in_float64(z, label):
 
 
 def labelled_rows():
-    """Rows with a label in them that is above -inf, as logits and label."""
+    """Rows with a label in them, whose logit may be -inf, as logits and label."""
     random = np.random.default_rng(1)
     for row in rows()[:-3]:
         z = np.concatenate(row)
-        there = np.flatnonzero(z > -np.inf)
-        if len(there) and np.ptp(z[there]) < 1e6:
-            yield z, int(random.choice(there))
+        there = z[z > -np.inf]
+        if len(there) and np.ptp(there) < 1e6:
+            yield z, int(random.integers(len(z)))
+
+
+def solved(host, z, label, scale=1.0):
+    """The kernel's lse, log_prob, entropy, total, mass and whole of a row."""
+    node = node_of(np.delete(z, label), scale=scale).reshape(1)
+    logit = np.array([z[label]], dtype=np.float32)
+    found = np.empty(6)
+    host.solves(pointer(node), pointer(logit), pointer(found), 1, ctypes.c_float(scale))
+    return found
 
 
 @needs_compiler
@@ -215,16 +300,71 @@ def labelled_rows():
 def test_a_solved_row_agrees_with_float64(scale, host):
     cases = list(labelled_rows())
     assert len(cases) > 200
+    assert sum(logits[label] == -np.inf for logits, label in cases) > 20
     scale = float(np.float32(scale))
     for logits, label in cases:
-        node = node_of(np.delete(logits, label), scale=scale).reshape(1)
-        logit = np.array([logits[label]], dtype=np.float32)
-        found = np.empty(5)
-        host.solves(pointer(node), pointer(logit), pointer(found), 1, ctypes.c_float(scale))
+        *found, _ = solved(host, logits, label, scale)
         z = scale * logits
         expected = statistics_in_float64(z, label)
         noise = 1e-6 * (1 + np.abs(z[z > -np.inf]).sum())
         np.testing.assert_allclose(found, expected, rtol=1e-6, atol=noise)
+
+
+@needs_compiler
+@pytest.mark.parametrize("drop", [10.0, 30.0, 100.0, 600.0])
+def test_a_sure_row_keeps_its_small_numbers(drop, host):
+    """One of two logits is much larger, so that log_sum, the loss and the entropy are near 0."""
+    log_sum = np.log1p(np.exp(-drop))
+    entropy = log_sum + drop * np.exp(-drop) / (1 + np.exp(-drop))
+    z = np.array([0.0, -drop])
+    _, log_prob, found, *_ = solved(host, z, label=0)
+    np.testing.assert_allclose([log_prob, found], [-log_sum, entropy], rtol=1e-6)
+    _, log_prob, found, *_ = solved(host, z, label=1)
+    np.testing.assert_allclose([log_prob, found], [-drop - log_sum, entropy], rtol=1e-6)
+
+
+@needs_compiler
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_bad_logit_leaves_no_sum_above_0(bad, host):
+    """So that `finish` stores NaN; the same where all logits are -inf."""
+    for z in ([bad, 1.0, 2.0], [1.0, bad, 2.0], [-np.inf] * 3):
+        for label in range(3):
+            *_, whole = solved(host, np.array(z), label)
+            assert not whole > 0
+
+
+def gradient(host, logits, label, node, upstream=1.0, owners=1, **fields):
+    """The kernel's gradient of a row whose logits without the label's are this node."""
+    logits = logits.astype(np.float32)
+    found = np.empty(len(logits) + 1, dtype=np.float32)
+    host.gradients(
+        argument(**fields),
+        pointer(node.reshape(1)),
+        ctypes.c_float(logits[label]),
+        ctypes.c_double(upstream),
+        owners,
+        pointer(logits),
+        pointer(found),
+        len(logits),
+    )
+    found[label] = found[-1]
+    return found[:-1]
+
+
+def gradient_in_float64(z, label, by):
+    """The gradient by z of a loss that has these derivatives by lse, log_prob, entropy, total."""
+    lse, _, entropy, *_ = statistics_in_float64(z, label)
+    p = np.exp(z - lse)
+    with np.errstate(invalid="ignore"):
+        log_p = np.where(p > 0, z - lse, 0)
+    found = (by[0] - by[1]) * p - by[2] * p * (log_p + entropy) + by[3] * (z > -np.inf)
+    found[label] += by[1]
+    return found
+
+
+def by_statistic(kind, values):
+    """Fields of the argument: factors or squares of the four statistics."""
+    return {f"{name}_{kind}": float(x) for name, x in zip(one_read_params.TERMS, values)}
 
 
 @needs_compiler
@@ -235,29 +375,102 @@ def test_a_solved_row_agrees_with_float64(scale, host):
 def test_gradients_agree_with_float64(scale, by, host):
     by, scale = np.array(by, dtype=np.float32), float(np.float32(scale))
     for exact, label in labelled_rows():
-        node = node_of(np.delete(exact, label), scale=scale).reshape(1)
-        logits = exact.astype(np.float32)
-        found = np.empty(len(exact) + 1, dtype=np.float32)
-        host.gradients(
-            pointer(node),
-            ctypes.c_float(exact[label]),
-            pointer(by),
-            pointer(logits),
-            pointer(found),
-            len(exact),
-            ctypes.c_float(scale),
-        )
+        node = node_of(np.delete(exact, label), scale=scale)
+        found = gradient(host, exact, label, node, scale=scale, **by_statistic("factor", by))
         z = scale * exact
-        lse, _, entropy, *_ = statistics_in_float64(z, label)
-        p = np.exp(z - lse)
-        with np.errstate(invalid="ignore"):
-            log_p = np.where(p > 0, z - lse, 0)
-        expected = (by[0] - by[1]) * p - by[2] * p * (log_p + entropy) + by[3] * (z > -np.inf)
-        expected[label] += by[1]
-        expected *= scale
-        found[label] = found[-1]
+        expected = scale * gradient_in_float64(z, label, by)
         noise = max(1, scale) * (1e-6 * np.abs(z[z > -np.inf]).max() + 3e-6)
-        np.testing.assert_allclose(found[:-1], expected, rtol=1e-4, atol=noise)
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=noise)
+
+
+def small_rows():
+    """Rows of a few logits of usual size, with a label, of which some are -inf."""
+    random = np.random.default_rng(3)
+    for _ in range(100):
+        z = bf16(random.choice([0.5, 3]) * random.standard_normal(8) + random.choice([0, -4]))
+        label = int(random.integers(len(z)))
+        z[random.random(len(z)) < random.choice([0, 0.3])] = -np.inf
+        if (np.delete(z, label) > -np.inf).any():
+            yield z, label
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", one_read_params.TERMS)
+def test_gradients_of_squares_agree_with_float64(name, host):
+    """Those of weight * (factor * statistic + square / 2 * statistic^2), times upstream."""
+    place, scale, upstream = one_read_params.TERMS.index(name), 0.75, 1.5
+    weight = np.array([0.5], dtype=np.float32)
+    fields = {f"{name}_factor": 0.25, f"{name}_square": -0.5}
+    for exact, label in small_rows():
+        if name == "log_prob" and exact[label] == -np.inf:
+            continue  # whose square is infinite
+        node = node_of(np.delete(exact, label), scale=scale)
+        given = {"scale": scale, "weight": weight, **fields}
+        found = gradient(host, exact, label, node, upstream, **given)
+        by = np.zeros(4)
+        statistic = statistics_in_float64(scale * exact, label)[place]
+        by[place] = weight[0] * upstream * (0.25 - 0.5 * statistic)
+        expected = scale * gradient_in_float64(scale * exact, label, by)
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@needs_compiler
+def test_a_gradient_is_nan_unless_one_rank_has_the_label(host):
+    for exact, label in small_rows():
+        node = node_of(np.delete(exact, label))
+        for owners in (0, 2):
+            found = gradient(host, exact, label, node, owners=owners, lse_factor=1)
+            assert np.isnan(found).all()
+
+
+@needs_compiler
+@pytest.mark.parametrize("by", np.eye(4))
+@pytest.mark.parametrize("top, step, scale", [(3e4, 128, 0.01), (3e4, 0, 25.0), (1e30, 0, 1 / 0.7)])
+def test_large_logits_have_the_gradient_of_small_ones(top, step, scale, by, host):
+    """Logits of 16 bits that lie far from 0 are equal or far apart, so that z is exact."""
+    small = step * np.array([0.0, 0, -1, -2, 0, -3])
+    large = bf16(top) + small
+    found = []
+    for logits in (small, large):
+        node = node_of(logits[1:], scale=scale)
+        fields = by_statistic("factor", by)
+        found.append(gradient(host, logits, 0, node, scale=scale, **fields))
+    np.testing.assert_allclose(*found, rtol=3e-6, atol=1e-6 * scale)
+
+
+@needs_compiler
+@pytest.mark.parametrize("by", np.eye(4))
+def test_gradients_through_a_softcap_agree_with_float64(by, tmp_path):
+    host, before, cap = library(tmp_path, "-DSOFTCAP"), float(np.float32(1 / 30)), 30.0
+    for small, label in small_rows():
+        exact = bf16(8 * small[small > -np.inf])
+        label = label % len(exact)
+        values = np.tanh(before * exact)
+        node = node_of(np.delete(values, label), scale=cap)
+        fields = {"before": before, "scale": cap, **by_statistic("factor", by)}
+        found = gradient(host, exact, label, node, **fields)
+        slopes = cap * before * (1 - values**2)
+        expected = slopes * gradient_in_float64(cap * values, label, by)
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "logit, label, expected",
+    [(3.0, 9, 9), (2.0, 4, 4), (2.0, 6, 5), (1.0, 4, 5), (-np.inf, 4, 5)],
+)
+def test_the_argmax_is_the_lowest_id_of_the_largest_logit(logit, label, expected, host):
+    node = np.array([(2.0, 1.5, 0, 3.0, 2, 5)], dtype=NODE)
+    labels, argmax = np.array([label]), np.empty(1, dtype=np.int64)
+    hits = np.empty(1, dtype=np.uint8)
+    names = "mean", "entropy", "total", "mass"
+    others = {name: np.empty(1, dtype=np.float32) for name in names}
+    fields = {"labels": labels, "wide_labels": 1, "argmax": argmax, "hits": hits, **others}
+    for ignored, bad in ((0, 0), (1, 0), (0, 1)):
+        host.stores(argument(**fields), pointer(node), ctypes.c_float(logit), ignored, bad)
+        valid = not (ignored or bad)
+        assert argmax[0] == (expected if valid else -1)
+        assert hits[0] == (valid and expected == label)
 
 
 @needs_compiler
@@ -295,12 +508,58 @@ def test_a_logit_near_0_has_the_same_bits_beside_any_others(tmp_path):
 @needs_compiler
 @pytest.mark.parametrize("flag, dtype", [("-DHALF", np.float16), ("-DBF16", None)])
 def test_logits_are_the_numbers_of_their_bits(flag, dtype, tmp_path):
-    bits = np.arange(1 << 16, dtype=np.uint32) << 16
-    found = np.empty(1 << 16, dtype=np.float32)
-    library(tmp_path, flag).highs(pointer(bits), pointer(found), len(bits))
-    halves = (bits >> 16).astype(np.uint16)
-    expected = bits.view(np.float32) if dtype is None else halves.view(dtype).astype(np.float32)
+    halves = np.arange(1 << 16, dtype=np.uint16)
+    pairs = np.stack([halves, halves[::-1]], axis=1)  # as they lie in memory: low, high
+    found = np.empty(pairs.shape, dtype=np.float32)
+    library(tmp_path, flag).logits(pointer(pairs), pointer(found), len(pairs))
+    as_bf16 = (pairs.astype(np.uint32) << 16).view(np.float32)
+    expected = as_bf16 if dtype is None else pairs.view(dtype).astype(np.float32)
     np.testing.assert_array_equal(found, expected)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [np.int64, np.int32])
+def test_labels_are_of_either_type(dtype, host):
+    labels = np.array([7, -100, 262143], dtype=dtype)
+    given = argument(labels=labels, wide_labels=labels.itemsize == 8)
+    assert [host.label(given, row) for row in range(3)] == labels.tolist()
+
+
+@needs_compiler
+def test_a_scale_is_divided_by_the_tokens_temperature_and_stays_above_0(host):
+    assert host.scale(argument(scale=0.5), 2) == 0.5
+    temperatures = np.array([2.0, 0.25, np.inf], dtype=np.float32)
+    given = argument(scale=0.5, temperatures=temperatures)
+    assert [host.scale(given, row) for row in range(2)] == [0.25, 2.0]
+    assert 0 < host.scale(given, 2) < 1e-37
+
+
+@needs_compiler
+@pytest.mark.parametrize("chunk, cuts", [(10, 2), (501, 3), (64, 0)])
+def test_leaves_of_a_chunk_differ_by_one_vector_at_most(chunk, cuts, host):
+    given, leaves = argument(chunk=chunk, cuts=cuts), 1 << cuts
+    begins = np.array([host.leaf_begin(given, leaf) for leaf in range(3 * leaves + 1)])
+    assert begins[::leaves].tolist() == [0, chunk, 2 * chunk, 3 * chunk]
+    assert set(np.diff(begins)) <= {chunk // leaves, -(-chunk // leaves)}
+
+
+@needs_compiler
+def test_a_gradient_is_written_for_the_upstream_gradient_that_is_given_or_foreseen(host):
+    def upstream(**fields):
+        value = np.empty(1, dtype=np.float32)
+        is_written = host.upstream(argument(**fields), pointer(value))
+        return value[0], bool(is_written)
+
+    def forecast(value, streak, patience):
+        bits = np.float32(value).view(np.int32) ^ np.int32(0x3F800000)
+        return upstream(forecast=np.array([bits, streak, patience], dtype=np.int32))
+
+    assert upstream() == (1, True)
+    assert upstream(upstream=np.array([2.5], dtype=np.float32)) == (2.5, True)
+    assert forecast(2.5, streak=3, patience=3) == (2.5, True)
+    assert forecast(2.5, streak=2, patience=3) == (2.5, False)
+    for bad in (np.inf, -np.inf, np.nan):
+        assert not forecast(bad, streak=3, patience=3)[1]
 
 
 ARGUMENT = '#include "ptx.cuh"\n#include "params.cuh"\n'
@@ -316,8 +575,11 @@ WRONG = [
 
 
 @needs_compiler
-def test_the_argument_has_the_same_fields_in_both_languages(tmp_path):
-    assert compiled(tmp_path, ARGUMENT + one_read_params.agreement(), "-fsyntax-only") == ""
+@pytest.mark.parametrize("want", [(), *((flag,) for flag in one_read_params.FLAGS)])
+def test_the_argument_and_the_numbers_are_the_same_in_both_languages(want, tmp_path):
+    source = ARGUMENT + one_read_params.agreement(want)
+    flags = [f"-D{flag.upper()}" for flag in want]
+    assert compiled(tmp_path, source, "-fsyntax-only", *flags) == ""
 
 
 @needs_compiler

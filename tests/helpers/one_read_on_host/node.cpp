@@ -15,33 +15,73 @@ void joins(const Node* a, const Node* b, Node* x, int n, float scale) {
   for (int i = 0; i < n; i++) x[i] = join(a[i], b[i], scale);
 }
 
-// found: [n, 5] lse, log_prob, entropy, total, mass
+// found: [n, 6] lse, log_prob, entropy, total, mass, whole
 void solves(const Node* x, const float* logits, double* found, int n, float scale) {
-  for (int i = 0; i < n; i++, found += 5) {
+  for (int i = 0; i < n; i++, found += 6) {
     const Solved r = solve(x[i], logits[i], scale);
     found[0] = r.lse, found[1] = r.log_prob, found[2] = r.entropy;
-    found[3] = r.total, found[4] = r.mass;
+    found[3] = r.total, found[4] = r.mass, found[5] = r.whole;
   }
 }
 
-// The gradient of by[0] lse + by[1] log_prob + by[2] entropy + by[3] total by a row's logits, and, last, by
-// the label's.
-void gradients(const Node* x, float logit, const float* by, const float* z, float* found, int n,
-               float scale) {
-  Params q = {};
-  q.lse_factor = by[0], q.log_prob_factor = by[1], q.entropy_factor = by[2];
-  q.total_factor = by[3];
-  q.before = 1.f;
-  const Factors f = factors_of(q, 0, *x, {logit, 1.f}, scale, 1, 1.0, Row{});
-  for (int i = 0; i < n; i++) found[i] = gradient_of(f, z[i], 1.f, false, true);
+// found: gradients of n logits and, last, that of the label's logit.
+void gradients(const Params* q, const Node* x, float logit, double upstream, int owners,
+               const float* z, float* found, int n) {
+  const Value label = value_and_slope(logit, q->before);
+  const Factors f = factors_of(*q, 0, *x, label, scale_of(*q, 0), owners, upstream, Row{});
+  for (int i = 0; i < n; i++) found[i] = gradient_of(f, z[i], q->before, false, false);
   found[n] = f.label;
 }
 
-// What a packet carries, back again.
-void packets(const Node* x, Node* found, int n) {
-  for (int i = 0; i < n; i++) {
-    found[i] = Packet{first_store(x[i], 0, 1, 0), second_store(x[i], 1)}.node();
+// The node of n logits, n even, as `leaf` finds it, but by one lane; no ids. -> the magnitude that
+// tells whether the leaf is plain.
+float leaf(const float* z, int n, Node* found, float scale, int is_plain) {
+  Node x = nothing();
+  for (int i = 0; i < n; i++) x.max = fmaxf(x.max, z[i]);
+  const Base2 e = base2(finite(x.max), scale);
+  auto read = [&](float value) {
+    const float exponent = fmaf(value, e.by, -e.at);
+    return Logit{value, exponent, ex2(exponent)};
+  };
+  LaneSums sums = {};
+  for (int i = 0; i < n; i += 2) {
+    const Logit a = read(z[i]), b = read(z[i + 1]);
+    sums.even += a.power, sums.odd += b.power;
+    Optional::add(sums, a, b, is_plain);
   }
+  x.sum = sums.even + sums.odd;
+  Optional::begin(x, sums);
+  Optional::end(x, e);
+  x.sum *= ex2(-e.rest);
+  *found = x;
+  return Optional::magnitude(sums);
+}
+
+// Stores a row's optional statistics where `q` says.
+void stores(const Params* q, const Node* x, float logit, int ignored, int bad) {
+  Item item = {};
+  item.ignored = ignored;
+  auto settle = [](double v) { return (float)v; };
+  Optional::store(*q, *x, logit, solve(*x, logit, scale_of(*q, 0)), settle, item, bad);
+}
+
+// What packets carry, back again; logits: in the upper half of 32 bits.
+void packets(const Node* x, const u32* logits, u32 flags, Node* found, float* labels,
+             int* owners, int* ignored, int n) {
+  for (int i = 0; i < n; i++) {
+    const Packet packet = {first_store(x[i], logits[i], TAG, flags), second_store(x[i], TAG)};
+    found[i] = packet.node(), labels[i] = packet.logit();
+    owners[i] = packet.has(OWNER), ignored[i] = packet.has(IGNORED);
+  }
+}
+void no_packets(Node* found, int n) {
+  for (int i = 0; i < n; i++) found[i] = no_packet().node();
+}
+// Whether a packet has come whose stores are of these launches.
+int has_come(u32 first, u32 second, u32 expected) {
+  const Packet packet = {first_store(nothing(), 0, first, OWNER | IGNORED),
+                         second_store(nothing(), second)};
+  return packet.has_come(expected);
 }
 
 // With a softcap: values and slopes. all_near: the logits are said to be near 0.
@@ -52,8 +92,18 @@ void values(const float* logits, float* found, int n, float before, int all_near
   }
 }
 
-// The numbers whose bits are the upper half of 32 bits.
-void highs(const unsigned* bits, float* found, int n) {
-  for (int i = 0; i < n; i++) found[i] = high(bits[i]);
+// The two numbers that lie in 32 bits.
+void logits(const u32* bits, float* found, int n) {
+  for (int i = 0; i < n; i++) found[2 * i] = low(bits[i]), found[2 * i + 1] = high(bits[i]);
+}
+
+// What is read from the argument.
+i64 label(const Params* q, int row) { return label_of(*q, row); }
+float scale(const Params* q, int row) { return scale_of(*q, row); }
+int leaf_begin(const Params* q, int leaf) { return begin_of_leaf(*q, leaf); }
+int upstream(const Params* q, float* value) {
+  const Upstream found = foreseen(*q);
+  *value = found.value;
+  return found.is_written;
 }
 }
