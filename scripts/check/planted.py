@@ -2,7 +2,7 @@
 
 Tests -> (module of the package, function, code to find in it, what it becomes). The code is a statement, an expression
 or a keyword argument that the function has exactly once; `pass` takes a statement away. `mutants.py --list` says which
-ones no longer fit the package, and what to write instead.
+ones no longer fit the package, and what to write instead. Code in a CUDA part is any text; it must compile with the bug.
 """
 
 GROUPS = {
@@ -61,6 +61,54 @@ GROUPS = {
         ("engine/ways/one_read.py", "_obstacle_of_kind", "facts.scale < 0", "False"),
         ("engine/ways/way.py", "Case.needs_gradient", "torch.is_grad_enabled()", "True"),
         ("engine/sums_triton.py", "gradient_for_kernel", "given == 1.0", "given == given"),
+    ],
+    "test_one_read_source": [
+        ("engine/one_read/node.cuh", "value_and_slope", "logit == -INF ? -INF : copysignf", "copysignf"),
+        ("engine/one_read/node.cuh", "value_and_slope", "is_near ? near : far", "all_near ? near : far"),
+        ("engine/one_read/node.cuh", "low", "v << 16", "v"),
+        ("engine/one_read/node.cuh", "high", "v & 0xffff0000u", "v"),
+        ("engine/one_read/node.cuh", "join", "shift = finite(max)", "shift = max"),
+        ("engine/one_read/node.cuh", "join", "__fadd_rn(__fmul_rn(a.sum, left.factor), __fmul_rn(b.sum, right.factor))", "fmaf(a.sum, left.factor, b.sum * right.factor)"),
+        ("engine/one_read/node.cuh", "Packet.has_come", "(WORDS == 1 || second.w >> 2 == tag)", "true"),
+        ("engine/one_read/node.cuh", "Packet.count", "first.z & 0xffffu", "first.z"),
+        ("engine/one_read/node.cuh", "Packet.logit", "high(first.z)", "low(first.z)"),
+        ("engine/one_read/node.cuh", "first_store", "tag << 2 | flags", "tag << 2"),
+        ("engine/one_read/node.cuh", "no_packet", "NO_INDEX", "0"),
+        ("engine/one_read/node.cuh", "solve", "is_top ? x.sum * smaller : x.sum", "x.sum"),
+        ("engine/one_read/node.cuh", "solve", "1.0 + r.offset", "1.0"),
+        ("engine/one_read/node.cuh", "solve", "log1p(is_top ? r.others : r.others - 1.0 + r.label)", "log(r.whole)"),
+        ("engine/one_read/node.cuh", "softmax_of", "x.sum * ex2(r.drop(x.max) * LOG2E)", "x.sum"),
+        ("engine/one_read/node.cuh", "factors_of", "by_lse += q.lse_square * (softmax.top * scale + log_sum)", "by_lse += q.lse_square * (softmax.top + log_sum)"),
+        ("engine/one_read/node.cuh", "factors_of", "is_top ? -log_sum : offset - log_sum", "-log_sum"),
+        ("engine/one_read/node.cuh", "factors_of", "q.weight ? (double)q.weight[row] : 1.0", "1.0"),
+        ("engine/one_read/node.cuh", "factors_of", "!(whole > 0.f) || owners != 1", "!(whole > 0.f)"),
+        ("engine/one_read/node.cuh", "factors_of", "g.each - g.slope * LN2 * base.rest", "g.each"),
+        ("engine/one_read/node.cuh", "factors_of", "g.label * chain * label.slope", "g.label * chain"),
+        ("engine/one_read/node.cuh", "gradient_of", "fmaxf(t, -300.f)", "t"),
+        ("engine/one_read/node.cuh", "gradient_of", "fmaf(each, ex2(t), f.flat) * x.slope", "fmaf(each, ex2(t), f.flat)"),
+        ("engine/one_read/statistics.cuh", "base2", "!HAS_SOFTCAP && fabsf(shift * scale) > 1e6f", "false"),
+        ("engine/one_read/statistics.cuh", "base2", "fmaf(shift, by, -at)", "0.f"),
+        ("engine/one_read/statistics.cuh", "Softmax.log_sum", "logit == top ? log1pf(others) : logf(whole)", "logf(others)"),
+        ("engine/one_read/statistics.cuh", "Entropy.bounded", "fmaxf(exponent, LOWEST_DROP)", "exponent"),
+        ("engine/one_read/statistics.cuh", "Entropy.add", "a.power, bounded(a.exponent, is_plain), x.moment_even", "b.power, bounded(a.exponent, is_plain), x.moment_even"),
+        ("engine/one_read/statistics.cuh", "Entropy.end", "x.moment - base.rest * x.sum", "x.moment"),
+        ("engine/one_read/statistics.cuh", "Entropy.moved", "fmaxf(way.drop, LOWEST_DROP)", "way.drop"),
+        ("engine/one_read/statistics.cuh", "Entropy.solve", "r.is_top ? r.smaller : 1.0", "1.0"),
+        ("engine/one_read/statistics.cuh", "Entropy.solve", "r.label == 0.0 ? 0.0 : r.label * r.offset", "r.label * r.offset"),
+        ("engine/one_read/statistics.cuh", "Entropy.differentiate", "q.entropy_square * (softmax.log_sum() - mean)", "q.entropy_square * softmax.log_sum()"),
+        ("engine/one_read/statistics.cuh", "Total.add_one", "is_plain || logit != -INF", "true"),
+        ("engine/one_read/statistics.cuh", "Total.solve", "x.count + !is_lonely", "x.count + 1"),
+        ("engine/one_read/statistics.cuh", "Total.differentiate", "is_lonely ? 0.f : g.flat", "g.flat"),
+        ("engine/one_read/statistics.cuh", "Total.differentiate", "softmax.scale * (x.total + (is_lonely ? 0.f : softmax.logit))", "x.total + (is_lonely ? 0.f : softmax.logit)"),
+        ("engine/one_read/statistics.cuh", "Argmax.join", "min(a.index, b.index)", "a.index"),
+        ("engine/one_read/statistics.cuh", "Argmax.store", "logit == x.max && id < x.index", "logit == x.max"),
+        ("engine/one_read/numbers.cuh", "", "WANTS_ARGMAX || WANTS_TOTAL ? 2 : 1", "WANTS_ARGMAX ? 2 : 1"),
+        ("engine/one_read/params.cuh", "Params", "float before, scale", "float scale, before"),
+        ("engine/one_read/params.cuh", "label_of", "q.wide_labels", "true"),
+        ("engine/one_read/params.cuh", "scale_of", "scale < LEAST_SCALE ? LEAST_SCALE : scale", "scale"),
+        ("engine/one_read/params.cuh", "begin_of_leaf", "q.chunk * (leaf & ((1 << q.cuts) - 1)) >> q.cuts", "(q.chunk >> q.cuts) * (leaf & ((1 << q.cuts) - 1))"),
+        ("engine/one_read/params.cuh", "foreseen", "fabsf(value) < INF", "true"),
+        ("engine/one_read/params.cuh", "foreseen", "q.forecast[1] >= q.forecast[2]", "q.forecast[1] > q.forecast[2]"),
     ],
     "test_accuracy test_sharding test_generated test_losses test_bad_inputs test_bad_inputs_triton": [
         ("statistics/softmax_triton.py", "add_packet", "read(packet, rows.target, 0.0)", "0.0"),

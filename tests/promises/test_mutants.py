@@ -1,6 +1,9 @@
 """The planted bugs of scripts/check/mutants.py fit the package, and what no longer fits is
 explained."""
 
+import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -175,6 +178,27 @@ def test_a_bug_in_a_cuda_part_replaces_its_code_and_nothing_else(
 )
 def test_a_bug_that_does_not_fit_a_cuda_part_says_why(problem, module, function, find, words):
     assert words in problem(module, function, find, "return total / n")
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+def test_bugs_in_cuda_parts_compile(mutants, tmp_path):
+    """Or else their tests fail because of that."""
+    folder = mutants.PACKAGE / "engine/one_read"
+    parts = [folder / f"{name}.cuh" for name in ("numbers", "params", "statistics", "node")]
+    bugs = [bug for bug in mutants.all_bugs() if mutants.PACKAGE / bug.module in parts]
+    assert len(bugs) >= 40
+    source = (ROOT / "tests/helpers/one_read_on_host/ptx.cuh").read_text()
+    for bug in bugs:
+        texts = {path: path.read_text() for path in parts}
+        path = mutants.PACKAGE / bug.module
+        texts[path] = mutants.mutated(bug, texts[path])
+        code = re.sub("#(include|pragma once).*", "", "".join(texts.values()))
+        source += f"namespace bug_{bug.number} {{\n{code}\n}}\n"
+    (tmp_path / "bugs.cpp").write_text(source)
+    flags = "-DENTROPY", "-DARGMAX", "-DTOTAL", "-DENTROPY_TERM"
+    command = "g++", "-std=c++20", "-w", "-fsyntax-only", *flags, "bugs.cpp"
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert not found.stderr
 
 
 def test_bugs_are_chosen_by_number_or_by_word(mutants):
