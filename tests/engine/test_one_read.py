@@ -134,9 +134,14 @@ CASES = {
 }
 
 
+# each compiles kernels of both ways again
+MANY = "mean", "weights", "smoothing and metrics", "entropies", "GRPO", "a softcap and temperatures"
+WIDTHS = [(case, width) for case in CASES for width in (704, 32064)]
+WIDTHS += [(case, width) for case in MANY for width in (8, 128, 1000, 16384, 50304, 151936)]
+
+
 @on_hopper
-@pytest.mark.parametrize("width", [8, 128, 704, 1000, 16384, 32064, 50304, 151936])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case, width", WIDTHS)
 def test_losses_and_gradients_are_those_of_two_launches(case, width, device):
     logits, labels = problem(device, width)
     labels[2:4] = torch.tensor([0, width - 1])
@@ -457,9 +462,16 @@ REFUSED = {
         dict(terms=(hl.Term("own", lambda stats: stats.lse / stats.lse.sum(), pointwise=True),)),
         "terms that are pointwise",
     ),
-    "a teacher": (
+    "a teacher of another dtype": (
         dict(terms=(hl.Distillation(),), inputs={"teacher": hl.Teacher(torch.zeros(N, V))}),
-        "got .*'forward_kl'",
+        "teacher's logits of the student's dtype, torch.bfloat16, got torch.float32",
+    ),
+    "a mixture": (
+        dict(
+            terms=(hl.Distillation(1.0, "jsd"),),
+            inputs={"teacher": hl.Teacher(torch.zeros(N, V).bfloat16())},
+        ),
+        "got .*'jsd'",
     ),
     "no reduction": (dict(reduction="none"), "terms that are pointwise"),
     "fp32": (

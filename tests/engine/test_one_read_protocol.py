@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from one_read_model import Rank, run, take_turns
-from one_read_problem import N
+from one_read_problem import N, moved
 
 import tp_headloss as hl
 from tp_headloss.engine.one_read import kernel as one_read_kernel
@@ -31,10 +31,11 @@ def kernel_numbers():
     return {name: int(x) for name, x in re.findall(r"(\w+) = (\d+)[,;]", source)}
 
 
+@pytest.mark.parametrize("has_teacher", [False, True])
 @pytest.mark.parametrize("vocab_size", [250, 700, 32000, 32064, 50304, 128256, 151936, 262144])
-def test_leaves_depend_on_the_vocabulary_alone(vocab_size):
-    size = canonical_chunk_size(vocab_size)
-    all_cuts = [one_read_launch.cuts_of(size, 8 // ranks) for ranks in (1, 2, 4, 8)]
+def test_leaves_depend_on_the_vocabulary_alone(vocab_size, has_teacher):
+    size, matrices = canonical_chunk_size(vocab_size), 1 + has_teacher
+    all_cuts = [one_read_launch.cuts_of(size, 8 // ranks, has_teacher) for ranks in (1, 2, 4, 8)]
     assert len({(cuts.chunk, cuts.cuts) for cuts in all_cuts}) == 1
     for ranks, cuts in zip((1, 2, 4, 8), all_cuts):
         assert (
@@ -49,9 +50,10 @@ def test_leaves_depend_on_the_vocabulary_alone(vocab_size):
             4 <= cuts.slots <= one_read_launch.SLOTS
             and cuts.slots * cuts.slot_bytes <= one_read_kernel.SHARED
         )
-        assert cuts.slot_bytes % 128 == 0 and cuts.slot_bytes >= 16 * cuts.chunk * cuts.leaves / (
-            1 << cuts.cuts
-        )
+        assert cuts.pieces * ranks <= one_read_launch.PACKETS
+        bytes_of_each, rest = divmod(cuts.slot_bytes, matrices)
+        assert rest == 0 and bytes_of_each % 128 == 0
+        assert bytes_of_each >= 16 * cuts.chunk * cuts.leaves / (1 << cuts.cuts)
 
 
 def test_the_argument_and_its_callers_agree():
@@ -102,6 +104,19 @@ FLAGS = {
     "a policy with a metric": ([hl.PolicyGradient()], ("entropy",), {}, ["ENTROPY"]),
     "smoothing": ([hl.CrossEntropy(label_smoothing=0.1)], ("accuracy",), {}, ["ARGMAX", "TOTAL"]),
     "a softcap": ([hl.CrossEntropy()], (), {"softcap": 9.0}, ["SOFTCAP"]),
+    "a teacher": ([hl.Distillation()], (), {}, ["FORWARD_KL"]),
+    "another temperature": (
+        [hl.Distillation(1.0, "reverse_kl")],
+        (),
+        {"temperature": 2.0},
+        ["REVERSE_KL", "TEMPERED"],
+    ),
+    "temperatures": (
+        [hl.Distillation()],
+        (),
+        {"temperature": torch.ones(N)},
+        ["FORWARD_KL", "TEMPERED"],
+    ),
 }
 
 
@@ -114,10 +129,15 @@ def test_a_kernel_is_compiled_with_what_its_loss_needs(case, dtype, device):
     labels = torch.zeros(N, dtype=torch.int64, device=device)
     names = dict.fromkeys(name for term in terms for name in term.inputs)
     inputs = {name: torch.zeros(N, device=device) for name in names}
-    given = head._given(logits, labels, None, hl.Transform(**transform))
+    if "teacher" in inputs:
+        inputs["teacher"] = hl.Teacher(logits.detach())
+    given = head._given(logits, labels, None, moved(hl.Transform(**transform), device))
+    given = given._replace(teacher=inputs.get("teacher"))
     call, request = head._checked(given, None, None, inputs)
     plan, *_, function, _ = head._case(call, request).loss.in_one_read
-    found = one_read_launch.flags_of(request.facts, plan, function, dtype)
+    x = request.tensors.logits
+    rows = one_read_launch.Rows.of(request, x, x)
+    found = one_read_launch.flags_of(request.facts, plan, function, rows)
     assert sorted(found) == sorted(expected + ["HALF"] * (dtype == torch.float16))
 
 

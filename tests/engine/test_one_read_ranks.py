@@ -19,6 +19,7 @@ from one_read_problem import (
     moved,
     problem,
     steps,
+    teacher_beside,
 )
 from ranks import on_ranks
 
@@ -52,6 +53,11 @@ def _sharded(group, device, vocab_size, metrics=(), transposed=False, kind="plai
         temperature = 0.5 + torch.arange(40.0, device=device) / 40
         given = {"transform": hl.Transform(softcap=9.0, temperature=temperature)}
         x = x.half()
+    if kind == "teacher":
+        _, teacher = _shard(group, teacher_beside(logits), vocab_size)
+        both = hl.Distillation(0.3), hl.Distillation(0.2, "reverse_kl")
+        given = {"terms": (hl.CrossEntropy(0.5), *both)}
+        given["inputs"] = {"teacher": hl.Teacher(teacher, temperature=2.0)}
     if kind == "policy":
         old, reference = (
             -torch.arange(40.0, device=device) / 4,
@@ -79,6 +85,7 @@ def _sharded(group, device, vocab_size, metrics=(), transposed=False, kind="plai
         (("entropy",), "policy"),
         (("accuracy",), "smoothing"),
         (("accuracy", "entropy"), "transformed"),
+        (("accuracy",), "teacher"),
     ],
 )
 def test_any_number_of_ranks_has_the_same_bits(metrics, kind, vocab_size, world_size):
@@ -116,9 +123,10 @@ def test_padding_on_the_last_rank_has_no_part(vocab_size, padding, world_size):
 
 
 @on_hopper
-def test_ranks_take_one_way_whatever_the_memory_of_their_logits():
+@pytest.mark.parametrize("kind", ["plain", "teacher"])
+def test_ranks_take_one_way_whatever_the_memory_of_their_logits(kind):
     for plain, transposed in zip(
-        on_ranks(2, _sharded, 32064), on_ranks(2, _sharded, 32064, (), True)
+        on_ranks(2, _sharded, 32064, (), False, kind), on_ranks(2, _sharded, 32064, (), True, kind)
     ):
         assert all(torch.equal(a, b) for a, b in zip(plain, transposed))
 
@@ -227,6 +235,11 @@ def _policy_in_float64(log_prob, advantages, old_log_prob, reference_log_prob):
     return 0.1 * (rest.exp() - rest - 1) - clipped
 
 
+def _kl(teacher, log_p):
+    log_q = teacher.log_softmax(-1)
+    return (log_q.exp() * (log_q - log_p)).sum(-1)
+
+
 K3 = hl.KLToReference(0.1, input_clamp=None, output_clamp=None)
 # terms, and their sum by float64 log-probs of all ids [N, V], of labels [N], lse [N] and inputs
 LOSSES = {
@@ -243,6 +256,10 @@ LOSSES = {
     "policy": (
         (hl.PolicyGradient("clip", clip=(0.2, 0.2)), K3),
         lambda log_p, log_prob, lse, inputs: _policy_in_float64(log_prob, **inputs),
+    ),
+    "teacher": (
+        (hl.CrossEntropy(0.5), hl.Distillation(0.5)),
+        lambda log_p, log_prob, lse, inputs: 0.5 * (_kl(inputs["teacher"], log_p) - log_prob),
     ),
 }
 
@@ -287,10 +304,18 @@ def _random_steps_against_float64(group, device, repeats):
         )
         kind, denominator = choices.choice(list(LOSSES)), choices.choice([None, 7.0])
         logits, labels, inputs = _random_logits(choices, device, vocab_size, n_rows, 1000 + step)
+        if kind == "teacher":
+            inputs = {
+                "teacher": teacher_beside(logits.roll(1, 0)) if n_rows > 2 else logits.flip(0)
+            }
         expected, size, whole = _float64_loss(kind, logits, labels, inputs, denominator)
         shard, x = _shard(group, logits, vocab_size)
         head, x = hl.HeadLoss(list(LOSSES[kind][0]), options=IN_FORWARD), x.requires_grad_()
         given = {"inputs": inputs} if kind == "policy" else {}
+        if kind == "teacher":
+            given = {
+                "inputs": {"teacher": hl.Teacher(_shard(group, inputs["teacher"], vocab_size)[1])}
+            }
         out = head(x, labels, shard=shard, denominator=denominator, **given)
         (found,) = torch.autograd.grad(out.loss, x)
         mine = whole if shard is None else whole[:, shard.start : shard.stop]

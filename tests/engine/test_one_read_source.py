@@ -29,8 +29,24 @@ NODE = np.dtype(
         ("total", "f4"),
         ("count", "i4"),
         ("index", "i4"),
+        ("teacher_max", "f4"),
+        ("teacher_sum", "f4"),
+        ("cross", "f4"),
+        ("student_sum", "f4"),
+        ("gap", "f4"),
+        ("teacher_logit", "f4"),
     ]
 )
+NO_TEACHER = -np.inf, 0, 0
+TEACHER_SCALE, BESIDE = 0.75, 0.625  # see `Scales` in `params.cuh`
+
+
+class Scales(ctypes.Structure):
+    _fields_ = [("z", ctypes.c_float), ("u", ctypes.c_float), ("beside", ctypes.c_float)]
+
+
+def scales_of(scale):
+    return Scales(scale, TEACHER_SCALE, BESIDE)
 
 
 def compiled(folder, source, *options):
@@ -46,9 +62,9 @@ def compiled(folder, source, *options):
 
 def library(folder, *more_flags):
     """The functions of `node.cpp`, compiled with every optional statistic."""
-    flags = "-DENTROPY", "-DARGMAX", "-DTOTAL", "-DENTROPY_TERM", *more_flags
+    flags = *(f"-D{name.upper()}" for name in one_read_params.FLAGS), "-DENTROPY_TERM", "-DTEMPERED"
     options = "-O1", "-fPIC", "-shared", "-o", "node.so"
-    assert compiled(folder, (HOST / "node.cpp").read_text(), *flags, *options) == ""
+    assert compiled(folder, (HOST / "node.cpp").read_text(), *flags, *more_flags, *options) == ""
     found = ctypes.CDLL(str(folder / "node.so"))
     assert found.size_of_node() == NODE.itemsize
     for name in ("leaf", "scale"):
@@ -70,7 +86,9 @@ def pointer(array):
 def argument(**fields):
     """The kernel's argument with these fields, by reference; arrays are pointers."""
     pointers = *one_read_params.CALLS, *one_read_params.OUTPUTS
-    found = one_read_params.Params(before=1, scale=1)
+    found = one_read_params.Params(
+        before=1, scale=1, teacher_scale=TEACHER_SCALE, student_scale=BESIDE
+    )
     for name, x in fields.items():
         if name in pointers:
             found.addresses[pointers.index(name)] = x.ctypes.data
@@ -82,7 +100,7 @@ def argument(**fields):
 
 def joined(host, a, b, scale=1.0):
     found = np.empty_like(a)
-    host.joins(pointer(a), pointer(b), pointer(found), len(a), ctypes.c_float(scale))
+    host.joins(pointer(a), pointer(b), pointer(found), len(a), scales_of(scale))
     return found
 
 
@@ -91,15 +109,42 @@ def node_of(z, first=0, scale=1.0):
     z = np.asarray(z, dtype=np.float64)
     if (z == -np.inf).all():  # or there is none
         index = first if len(z) else 0x7FFFFFFF
-        return np.array((-np.inf, 0, 0, 0, 0, index), dtype=NODE)
+        return np.array((-np.inf, 0, 0, 0, 0, index, *NO_TEACHER, 0, 0, 0), dtype=NODE)
     top = -np.inf if np.isnan(z).all() else np.nanmax(z)
     with np.errstate(invalid="ignore"):
         drop = np.where(z == -np.inf, -np.inf, scale * (z - top))
-        p = np.exp(drop)
+        p, beside = np.exp(drop), np.exp(BESIDE * drop)
         moment = np.where(z == -np.inf, 0.0, p * np.maximum(drop, -1e30)).sum()
     index = first + int(np.argmax(z == top))
     total = z[z != -np.inf].sum()
-    return np.array((top, p.sum(), moment, total, (z != -np.inf).sum(), index), dtype=NODE)
+    own = top, p.sum(), moment, total, (z != -np.inf).sum(), index
+    return np.array((*own, *NO_TEACHER, beside.sum(), 0, 0), dtype=NODE)
+
+
+def with_teacher(node, z, u, scale=1.0, label=None):
+    """The node with the sums of a teacher's logits u beside the logits z, in float64. label: its
+    column, of which `node` has no part."""
+    node, there, z = node.copy(), u > -np.inf, z.astype(np.float32).astype(np.float64)
+    with np.errstate(invalid="ignore", over="ignore"):
+        apart = TEACHER_SCALE * u - BESIDE * scale * z
+        if there.any():
+            q = np.exp(TEACHER_SCALE * (u - u.max()))
+            node["teacher_max"], node["teacher_sum"] = u.max(), q.sum()
+            node["cross"] = np.where(q > 1e-37, q * apart, 0).sum()
+        p = np.exp(BESIDE * scale * (z - float(node["max"])))
+        if label is not None:
+            p[label] = 0
+            node["teacher_logit"] = u[label]
+        node["gap"] = np.where(p > 1e-37, -p * apart, 0).sum()
+    return node
+
+
+def teacher_of(z):
+    """A teacher's logits beside some logits: far from them, near them, and -inf here and there."""
+    random = np.random.default_rng(len(z))
+    u = bf16(3 * random.standard_normal(len(z)) + random.choice([0, 50, -300]))
+    u[random.random(len(z)) < random.choice([0, 0.3])] = -np.inf
+    return u
 
 
 def bf16(z):
@@ -197,6 +242,8 @@ def test_no_order_of_joins_loses_a_bad_logit(host, bad):
 @pytest.mark.parametrize("flags", range(4))
 def test_a_packet_carries_a_node_the_labels_logit_and_flags(flags, host):
     *_, whole = parts_and_whole(rows())
+    for i, name in enumerate(("teacher_max", "teacher_sum", "cross", "gap", "teacher_logit")):
+        whole[name] = np.arange(len(whole)) + i / 8
     random = np.random.default_rng(2)
     logits = bf16(random.standard_normal(len(whole))).astype(np.float32)
     found, labels = np.empty_like(whole), np.empty_like(logits)
@@ -211,11 +258,11 @@ def test_a_packet_carries_a_node_the_labels_logit_and_flags(flags, host):
 
 
 @needs_compiler
-def test_a_packet_has_come_once_both_stores_are_of_this_launch(host):
+def test_a_packet_has_come_once_all_stores_are_of_this_launch(host):
     for launch in (1, 2, 7, 0x3FFFFFFF):
-        assert host.has_come(launch, launch, launch)
-        assert not host.has_come(launch - 1, launch, launch)
-        assert not host.has_come(launch, launch - 1, launch)
+        assert host.has_come(launch, -1, 0)
+        for store in range(4):
+            assert not host.has_come(launch, store, launch - 1)
 
 
 @needs_compiler
@@ -242,8 +289,19 @@ def test_a_leaf_agrees_with_float64(scale, host):
     scale = float(np.float32(scale))
     for exact in even_rows(scale):
         z, found = exact.astype(np.float32), np.empty(1, dtype=NODE)
-        whole = node_of(exact, scale=scale)
-        host.leaf(pointer(z), len(z), pointer(found), ctypes.c_float(scale), False)
+        u = teacher_of(exact)
+        whole = with_teacher(node_of(exact, scale=scale), exact, u, scale)
+        given = pointer(z), pointer(u.astype(np.float32)), len(z)
+        host.leaf(*given, pointer(found), scales_of(scale), False)
+        assert found["teacher_max"] == whole["teacher_max"]
+        np.testing.assert_allclose(found["teacher_sum"], whole["teacher_sum"], rtol=3e-6)
+        np.testing.assert_allclose(found["student_sum"], whole["student_sum"], rtol=3e-6)
+        sizes = (scale * np.abs(exact), np.abs(u))
+        size = 3e-6 * sum(x[np.isfinite(x)].max(initial=1) for x in sizes)
+        for name, weights in (("cross", "teacher_sum"), ("gap", "student_sum")):
+            expected = whole[name].astype(np.float64)
+            atol = size * (1 + whole[weights])
+            np.testing.assert_allclose(found[name], expected, rtol=0, atol=atol, err_msg=name)
         assert found["max"] == whole["max"] and found["count"] == whole["count"]
         np.testing.assert_allclose(found["sum"], whole["sum"], rtol=3e-6)
         np.testing.assert_allclose(found["moment"], whole["moment"], rtol=3e-5, atol=3e-6)
@@ -256,7 +314,8 @@ def test_a_leaf_that_is_taken_for_plain_shows_that_it_is_not(host):
     for exact in even_rows():
         z, found = exact.astype(np.float32), np.empty((2, 1), dtype=NODE)
         for is_plain, node in enumerate(found):
-            size = host.leaf(pointer(z), len(z), pointer(node), ctypes.c_float(1), is_plain)
+            given = pointer(z), pointer(z), len(z), pointer(node)  # as a teacher of itself
+            size = host.leaf(*given, scales_of(1), is_plain)
         if (z > -np.inf).all():
             expect_same_bits(*found)
         else:
@@ -287,12 +346,12 @@ def labelled_rows():
 
 
 def solved(host, z, label, scale=1.0):
-    """The kernel's lse, log_prob, entropy, total, mass and whole of a row."""
+    """The kernel's lse, log_prob, entropy, total, mass and whole of a row without a teacher."""
     node = node_of(np.delete(z, label), scale=scale).reshape(1)
     logit = np.array([z[label]], dtype=np.float32)
-    found = np.empty(6)
-    host.solves(pointer(node), pointer(logit), pointer(found), 1, ctypes.c_float(scale))
-    return found
+    found = np.empty(8)
+    host.solves(pointer(node), pointer(logit), pointer(found), 1, scales_of(scale))
+    return found[:6]
 
 
 @needs_compiler
@@ -333,9 +392,10 @@ def test_a_bad_logit_leaves_no_sum_above_0(bad, host):
             assert not whole > 0
 
 
-def gradient(host, logits, label, node, upstream=1.0, owners=1, **fields):
+def gradient(host, logits, label, node, upstream=1.0, owners=1, teacher=None, **fields):
     """The kernel's gradient of a row whose logits without the label's are this node."""
     logits = logits.astype(np.float32)
+    u = np.full(len(logits), -np.inf) if teacher is None else teacher
     found = np.empty(len(logits) + 1, dtype=np.float32)
     host.gradients(
         argument(**fields),
@@ -344,11 +404,15 @@ def gradient(host, logits, label, node, upstream=1.0, owners=1, **fields):
         ctypes.c_double(upstream),
         owners,
         pointer(logits),
+        pointer(u.astype(np.float32)),
         pointer(found),
         len(logits),
     )
     found[label] = found[-1]
     return found[:-1]
+
+
+STUDENTS = [name for name in one_read_params.TERMS if name not in one_read_params.DIVERGENCES]
 
 
 def gradient_in_float64(z, label, by):
@@ -363,8 +427,8 @@ def gradient_in_float64(z, label, by):
 
 
 def by_statistic(kind, values):
-    """Fields of the argument: factors or squares of the four statistics."""
-    return {f"{name}_{kind}": float(x) for name, x in zip(one_read_params.TERMS, values)}
+    """Fields of the argument: factors or squares of the statistics without a teacher."""
+    return {f"{name}_{kind}": float(x) for name, x in zip(STUDENTS, values)}
 
 
 @needs_compiler
@@ -395,7 +459,7 @@ def small_rows():
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", one_read_params.TERMS)
+@pytest.mark.parametrize("name", STUDENTS)
 def test_gradients_of_squares_agree_with_float64(name, host):
     """Those of weight * (factor * statistic + square / 2 * statistic^2), times upstream."""
     place, scale, upstream = one_read_params.TERMS.index(name), 0.75, 1.5
@@ -460,10 +524,11 @@ def test_gradients_through_a_softcap_agree_with_float64(by, tmp_path):
     [(3.0, 9, 9), (2.0, 4, 4), (2.0, 6, 5), (1.0, 4, 5), (-np.inf, 4, 5)],
 )
 def test_the_argmax_is_the_lowest_id_of_the_largest_logit(logit, label, expected, host):
-    node = np.array([(2.0, 1.5, 0, 3.0, 2, 5)], dtype=NODE)
+    node = np.array([(2.0, 1.5, 0, 3.0, 2, 5, *NO_TEACHER, 1.5, 0, 0)], dtype=NODE)
     labels, argmax = np.array([label]), np.empty(1, dtype=np.int64)
     hits = np.empty(1, dtype=np.uint8)
-    names = "mean", "entropy", "total", "mass"
+    names = "mean", "entropy", "total", "mass", "forward_kl", "reverse_kl"
+    names += "student_sum", "teacher_shift", "teacher_sum", "gap"
     others = {name: np.empty(1, dtype=np.float32) for name in names}
     fields = {"labels": labels, "wide_labels": 1, "argmax": argmax, "hits": hits, **others}
     for ignored, bad in ((0, 0), (1, 0), (0, 1)):
@@ -471,6 +536,131 @@ def test_the_argmax_is_the_lowest_id_of_the_largest_logit(logit, label, expected
         valid = not (ignored or bad)
         assert argmax[0] == (expected if valid else -1)
         assert hits[0] == (valid and expected == label)
+
+
+def taught_rows():
+    """Rows with a label, and a teacher's logits beside them; the student's are above -inf where
+    the teacher's are, and the label's is."""
+    for logits, label in labelled_rows():
+        u = teacher_of(logits)
+        u[logits == -np.inf] = -np.inf
+        if (u > -np.inf).any() and logits[label] > -np.inf:
+            yield logits, label, u
+
+
+@needs_compiler
+@SCALES
+def test_a_teachers_sums_agree_with_float64_in_any_tree(scale, host):
+    """Of three parts, and of a label that its part has left out."""
+    scale, cases = float(np.float32(scale)), list(taught_rows())
+    assert len(cases) > 100
+    parts, labels, whole, sizes = [[], [], []], [], [], []
+    for z, label, u in cases:
+        others = node_of(np.delete(z, label), scale=scale)
+        whole.append(with_teacher(others, z, u, scale, label))
+        kept = np.flatnonzero(np.arange(len(z)) != label)
+        for nodes, some in zip(parts, np.array_split(kept, 3)):
+            nodes.append(with_teacher(node_of(z[some], scale=scale), z[some], u[some], scale))
+        labels.append((z[label], u[label]))
+        there = u > -np.inf
+        sizes.append(np.abs(scale * z[z > -np.inf]).max() + np.abs(u[there]).max())
+    a, b, c = (np.array(nodes, dtype=NODE) for nodes in parts)
+    values, teacher = (np.array(x, dtype=np.float32) for x in zip(*labels))
+    label, whole, sizes = np.empty_like(a), np.array(whole, dtype=NODE), np.array(sizes)
+    host.labels(pointer(values), pointer(teacher), pointer(label), len(a), scales_of(scale))
+    for found in (
+        joined(host, joined(host, joined(host, a, b, scale), c, scale), label, scale),
+        joined(host, joined(host, a, label, scale), joined(host, b, c, scale), scale),
+    ):
+        for name in ("teacher_max", "teacher_logit"):
+            np.testing.assert_array_equal(found[name], whole[name], err_msg=name)
+        for name in ("teacher_sum", "student_sum"):
+            np.testing.assert_allclose(found[name], whole[name], rtol=3e-5, err_msg=name)
+        for name, weights in (("cross", "teacher_sum"), ("gap", "student_sum")):
+            # an infinite gap is one but where its p underflows in some part
+            finite = np.isfinite(found[name]) & np.isfinite(whole[name])
+            assert finite.sum() > len(cases) / 3, name
+            error = np.abs(found[name].astype(np.float64)[finite] - whole[name][finite])
+            assert (error <= (3e-5 * sizes * (1 + whole[weights]))[finite]).all(), name
+    expect_same_bits(joined(host, a, b, scale), joined(host, b, a, scale))
+
+
+def divergences_in_float64(z, u):
+    """KL(q || p), KL(p || q), p, q, and log p - log q, of logits z' and u."""
+    log_p, log_q = (x - x.max() - np.log(np.exp(x - x.max()).sum()) for x in (z, u))
+    p, q = np.exp(log_p), np.exp(log_q)
+    with np.errstate(invalid="ignore"):
+        apart = log_p - log_q
+        forward = np.where(q > 0, -q * apart, 0).sum()
+        reverse = np.where(p > 0, p * apart, 0).sum()
+    return forward, reverse, p, q, apart
+
+
+@needs_compiler
+@SCALES
+def test_divergences_and_their_gradients_agree_with_float64(scale, host):
+    scale = float(np.float32(scale))
+    for exact, label, u in taught_rows():
+        node = node_of(np.delete(exact, label), scale=scale)
+        node = with_teacher(node, exact, u, scale, label)
+        logit, values = exact[label : label + 1].astype(np.float32), np.empty(8)
+        given = pointer(node.reshape(1)), pointer(logit), pointer(values)
+        host.solves(*given, 1, scales_of(scale))
+        beside = BESIDE * scale * exact
+        forward, reverse, p, q, apart = divergences_in_float64(beside, TEACHER_SCALE * u)
+        there = u > -np.inf
+        size = np.abs(scale * exact[exact > -np.inf]).max() + np.abs(u[there]).max()
+        for found, expected in ((values[6], forward), (values[7], reverse)):
+            assert found == expected or abs(found - expected) <= 2e-6 * size + 1e-5 * expected
+        fields = {"scale": scale, "forward_kl_factor": 2.0, "log_prob_factor": -0.5}
+        found = gradient(host, exact, label, node, teacher=u, **fields)
+        own = np.exp(scale * exact - statistics_in_float64(scale * exact, label)[0])
+        expected = scale * (2 * BESIDE * (p - q) + 0.5 * own)
+        expected[label] -= scale * 0.5
+        noise = scale * (2e-6 * size + 3e-6)
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=noise)
+        if reverse == np.inf:
+            continue  # which has no gradient
+        found = gradient(host, exact, label, node, teacher=u, scale=scale, reverse_kl_factor=2.0)
+        with np.errstate(invalid="ignore"):
+            expected = np.where(p > 0, 2 * scale * BESIDE * p * (apart - reverse), 0)
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=2 * noise * (1 + reverse))
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", one_read_params.DIVERGENCES)
+def test_gradients_of_squared_divergences_agree_with_float64(name, host):
+    scale, weight = 0.75, np.array([0.5], dtype=np.float32)
+    fields = {f"{name}_factor": 0.25, f"{name}_square": -0.5, "scale": scale, "weight": weight}
+    for exact, label in small_rows():
+        u = np.where(exact > -np.inf, bf16(np.cos(3 * exact.clip(-9))), -9.0)
+        node = node_of(np.delete(exact, label), scale=scale)
+        node = with_teacher(node, exact, u, scale, label)
+        if exact[label] == -np.inf:
+            continue
+        found = gradient(host, exact, label, node, 1.5, teacher=u, **fields)
+        of_u = divergences_in_float64(BESIDE * scale * exact, TEACHER_SCALE * u)
+        forward, reverse, p, q, apart = of_u
+        value = forward if name == "forward_kl" else reverse
+        with np.errstate(invalid="ignore"):
+            by_reverse = np.where(p > 0, p * (apart - reverse), 0)
+        by_z = p - q if name == "forward_kl" else by_reverse
+        expected = weight[0] * 1.5 * (0.25 - 0.5 * value) * scale * BESIDE * by_z
+        if not (name == "forward_kl" and forward == np.inf):
+            np.testing.assert_allclose(found, expected, rtol=1e-4, atol=2e-5)
+
+
+@needs_compiler
+def test_a_teacher_without_probabilities_has_no_divergence(host):
+    node = node_of([1.0, 2.0]).reshape(1)
+    logit, values = np.array([0.5], dtype=np.float32), np.empty(8)
+    host.solves(pointer(node), pointer(logit), pointer(values), 1, scales_of(1.0))
+    assert np.isnan(values[6:]).all() and np.isfinite(values[:6]).all()
+    for name in one_read_params.DIVERGENCES:
+        logits = np.array([0.5, 1.0, 2.0])
+        assert np.isnan(gradient(host, logits, 0, node, **{f"{name}_factor": 1.0})).all()
+        weighed = gradient(host, logits, 0, node, lse_factor=1.0)  # where it is a metric alone
+        assert np.isfinite(weighed).all()
 
 
 @needs_compiler

@@ -22,6 +22,15 @@ def problem(device, width=V, n_rows=N, seed=3):
     return logits, labels
 
 
+def teacher_beside(logits, seed=5):
+    """Logits of a teacher: near the student's, some -inf, the label of the last row among them."""
+    generator = torch.Generator().manual_seed(seed)
+    noise = (2 * torch.randn(logits.shape, generator=generator)).to(logits.device)
+    teacher = (logits.float().nan_to_num(neginf=-9.0) + noise).to(logits.dtype)
+    teacher[2, ::3] = -torch.inf
+    return teacher
+
+
 def steps(
     options, logits, labels, upstream=1.0, terms=TERMS, metrics=(), reduction="mean", **given
 ):
@@ -83,7 +92,7 @@ def moved(x, device):
     if isinstance(x, dict):
         return {name: moved(value, device) for name, value in x.items()}
     if isinstance(x, hl.Teacher):
-        return hl.Teacher(x.logits.to(device))
+        return dataclasses.replace(x, logits=x.logits.to(device))
     if x is two_sequences:
         return x(device)
     if isinstance(x, hl.Transform):

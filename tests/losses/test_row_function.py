@@ -6,13 +6,23 @@ import itertools
 import math
 import shutil
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tp_headloss import CrossEntropy, Entropy, KLToReference, PolicyGradient, Term, ZLoss
+from tp_headloss import (
+    CrossEntropy,
+    Distillation,
+    Entropy,
+    KLToReference,
+    PolicyGradient,
+    Term,
+    ZLoss,
+)
 from tp_headloss.engine.one_read import kernel as one_read_kernel
 from tp_headloss.engine.one_read.rows import SLOPES, STATISTICS, row_function
+from tp_headloss.engine.reductions import StatisticValue
 from tp_headloss.losses import KL_ESTIMATORS
 from tp_headloss.statistics import VocabStatistics
 
@@ -22,12 +32,14 @@ PRELUDE = """
 #define __forceinline__ static inline
 #define __int_as_float(x) ((x) == 0x7f800000 ? INFINITY : NAN)
 """
-ENTRY = """
+ENTRY = f"""
+constexpr int KNOWN = {len(STATISTICS)}, SLOPES = {len(SLOPES)};"""
+ENTRY += """
 extern "C" void rows(const float* x, float* out, int n) {
   for (int i = 0; i < n; i++) {
-    const Row row = row_function(x + i * (5 + GIVEN + TERMS));
+    const Row row = row_function(x + i * (KNOWN + GIVEN + TERMS));
     for (int k = 0; k < TERMS; k++) *out++ = row.value[k];
-    for (int k = 0; k < 4; k++) *out++ = row.by[k];
+    for (int k = 0; k < SLOPES; k++) *out++ = row.by[k];
   }
 }
 """
@@ -47,6 +59,10 @@ def _own(stats, scale):
     )
 
 
+def _with_teacher(stats, scale):
+    return (scale * stats.forward_kl).clamp(max=0.7)
+
+
 SETS = {
     "statistics": (CrossEntropy(), ZLoss(0.1), Entropy(0.2)),
     "smoothing": (CrossEntropy(label_smoothing=0.1), CrossEntropy(0.5, 0.2, "megatron")),
@@ -55,6 +71,12 @@ SETS = {
     "cispo": (
         PolicyGradient("cispo", 0.5),
         PolicyGradient("cispo", convention="bound", clip=(0.0, 5.0), name="bound"),
+    ),
+    "a teacher": (
+        CrossEntropy(0.5, 0.1),
+        Distillation(0.5),
+        Distillation(0.3, "reverse_kl", temperature_squared=True),
+        Term("own", _with_teacher, want=("forward_kl",), inputs=("scale",), pointwise=True),
     ),
     "sapo": (PolicyGradient("sapo"), PolicyGradient("reinforce")),
     "own": (Term("own", _own, want=("entropy",), inputs=("scale",), pointwise=True),),
@@ -70,12 +92,19 @@ NUMBERS = 0.0, -1.0, -0.3, -2.5, -40.0, 1.5, -math.inf, math.nan
 
 
 def in_torch(terms, inputs, x):
-    """The terms' values, and derivatives of their weighted sum, [n, terms + 4]."""
+    """The terms' values, and derivatives of their weighted sum, [n, terms + slopes]."""
     known = [column.clone().requires_grad_() for column in x.unbind(1)[: len(STATISTICS)]]
     stats = VocabStatistics._make([None] * len(VocabStatistics._fields))
     stats = stats._replace(vocab_size=V, **dict(zip(STATISTICS, known)))
     given = dict(zip(inputs, x.unbind(1)[len(STATISTICS) :]))
-    values = [term.function(stats, **{name: given[name] for name in term.inputs}) for term in terms]
+    if "teacher" in given:
+        given["teacher"] = SimpleNamespace(student_temperature_or_default=given["teacher"])
+    values = [
+        term.function(stats)
+        if isinstance(term.function, StatisticValue)
+        else term.function(stats, **{name: given[name] for name in term.inputs})
+        for term in terms
+    ]
     sum(term.weight * value.sum() for term, value in zip(terms, values)).backward()
     slopes = [
         torch.zeros(len(x)) if leaf.grad is None else leaf.grad for leaf in known[: len(SLOPES)]
@@ -96,7 +125,7 @@ def test_the_source_has_the_values_and_derivatives_of_the_terms(name, tmp_path):
         [compiler, "-shared", "-fPIC", "-O1", "-std=c++17", source, "-o", library], check=True
     )
     width = len(STATISTICS) + len(function.inputs)
-    few = NUMBERS if width < 6 else (0.0, -0.3, -2.5, math.nan)
+    few = NUMBERS if width < 7 else (0.0, -0.3, -2.5, math.nan) if width < 9 else (-0.3, -2.5, 0.4)
     x = torch.tensor(list(itertools.product(few, repeat=width))).contiguous()
     weights = torch.tensor([float(term.weight) for term in terms]).expand(len(x), -1)
     arguments, found = (

@@ -164,8 +164,10 @@ def compiled(sources, folder):
     for i, source in enumerate(sources):
         loop = (
             f'extern "C" void rows_{i}(const float* x, float* out, int n) {{'
-            "for (int i = 0; i < n; i++) { const Row row = row_function(x + i * (5 + GIVEN + "
-            "TERMS));*out++ = row.value[0]; for (int k = 0; k < 4; k++) *out++ = row.by[k]; } }"
+            "for (int i = 0; i < n; i++) {"
+            f" const Row row = row_function(x + i * ({len(STATISTICS)} + GIVEN + TERMS));"
+            " *out++ = row.value[0];"
+            f" for (int k = 0; k < {len(SLOPES)}; k++) *out++ = row.by[k]; }} }}"
         )
         parts.append(f"namespace n{i} {{\n#undef ROWS\n{source}\n{loop}\n}}")
     file, library = folder / "rows.cpp", folder / "rows.so"
@@ -177,13 +179,15 @@ def compiled(sources, folder):
 
 
 def points(choices, count):
-    """Statistics, inputs and a weight of 1 [count, 8]: ordinary numbers, and some that are NaN or
-    infinite."""
-    rows = []
+    """Statistics, two inputs and a weight of 1 [count, ..]: ordinary numbers, and some that are NaN
+    or infinite."""
+    rows, size = [], len(STATISTICS) + 2
     for _ in range(count):
-        row = [choices.choice([choices.uniform(-3, 3), choices.choice(NUMBERS)]) for _ in range(7)]
+        row = [
+            choices.choice([choices.uniform(-3, 3), choices.choice(NUMBERS)]) for _ in range(size)
+        ]
         if choices.random() < 0.3:
-            row[choices.randrange(7)] = choices.choice([math.nan, math.inf, -math.inf])
+            row[choices.randrange(size)] = choices.choice([math.nan, math.inf, -math.inf])
         rows.append([*row, 1.0])
     return torch.tensor(rows)
 
@@ -230,7 +234,7 @@ def test_masks_are_added_and_multiplied_as_bools(of_masks, how, tmp_path):
     both = ("call", OF_MASKS, of_masks, *masks)
     term = term_of((how, both, ("value", "log_prob"), ("value", "a")))
     x = points(random.Random(1), 30)
-    out, function = torch.zeros(30, 5), row_function([term])
+    out, function = torch.zeros(30, 1 + len(SLOPES)), row_function([term])
     compiled([function.source], tmp_path).rows_0(
         ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(out.data_ptr()), 30
     )

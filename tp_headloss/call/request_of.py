@@ -148,7 +148,10 @@ def known_temperatures(temperature, logits) -> torch.Tensor:
     One that is not positive becomes NaN.
     """
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    temperatures = torch.as_tensor(temperature, dtype=dtype, device=logits.device).detach()
+    if isinstance(temperature, torch.Tensor):
+        temperatures = temperature.detach().to(logits.device, dtype)
+    else:  # without a copy, for which the host would wait
+        temperatures = torch.full((), temperature, dtype=dtype, device=logits.device)
     return torch.where(temperatures > 0, temperatures, torch.nan)
 
 

@@ -54,8 +54,18 @@ class CallLoss:
         values = [StatisticValue("")] * len(definition.terms)
         metrics = [f.function for f in self.call.functions[len(values) :]]
         plan = SumsPlan.from_functions([*values, *metrics], self.fused.plan.coefficients)
-        given = tuple([self.call.inputs[name] for name in rows.inputs])
+        given = tuple([self._per_token(name) for name in rows.inputs])
         return self.fused._replace(plan=plan, rows=rows, given=given)
+
+    def _per_token(self, name: str) -> torch.Tensor:
+        """An input [..] of a row function; that of a teacher is the student's temperature."""
+        x, labels = self.call.inputs[name], self.call.labels
+        if isinstance(x, torch.Tensor):
+            return x
+        temperature = x.student_temperature_or_default
+        if isinstance(temperature, torch.Tensor):
+            return temperature.detach().expand(labels.shape)
+        return torch.full(labels.shape, temperature, device=labels.device)
 
 
 def fused_reduction(call: Call, example: torch.Tensor, backend: str) -> FusedReduction | None:

@@ -16,7 +16,7 @@ class ArgmaxFamily(Family):
     packet = ("index",)
     values = ()
     adds_up = False
-    in_one_read = True
+    in_one_read = ("argmax",)
 
     def flags(self, call: Wanted) -> dict[str, torch.dtype]:
         return {"argmax": torch.int64} | ({"hits": torch.bool} if call.has_labels else {})

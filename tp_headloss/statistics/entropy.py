@@ -14,7 +14,7 @@ class EntropyFamily(Family):
     statistics = gradients = wide_gradients = ("entropy",)
     packet = ("moment",)
     merged = ("mean",)  # sum p (z - M)
-    in_one_read = True
+    in_one_read = ("entropy",)
 
     def local(self, tile: Tile, softmax: Softmax, rows) -> dict[str, torch.Tensor]:
         shifted = softmax.shifted

@@ -116,8 +116,8 @@ class Family:
     needs_label_logits = False
     # whether merged sums of ranks can be added up, which transport="sum" does
     adds_up = True
-    # whether the kernel of `engine/one_read` adds this family up
-    in_one_read = False
+    # those of its statistics that the kernel of `engine/one_read` has
+    in_one_read: tuple[str, ...] = ()
     # the list of ids, a field of `records_triton.Lists`, at which the gradient is another one than
     # at other columns, and which the second exchange reads; None: both read all columns alike
     id_list: str | None = None

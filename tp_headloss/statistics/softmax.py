@@ -36,7 +36,6 @@ class SoftmaxFamily(Family):
     and sums."""
 
     gradients = lean_gradients = ("lse", "log_prob")
-    in_one_read = True
 
     def wanted(self, call: Wanted) -> bool:
         return True

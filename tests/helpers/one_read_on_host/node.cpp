@@ -11,48 +11,58 @@ void nothings(Node* x, int n) {
   for (int i = 0; i < n; i++) x[i] = nothing();
 }
 
-void joins(const Node* a, const Node* b, Node* x, int n, float scale) {
-  for (int i = 0; i < n; i++) x[i] = join(a[i], b[i], scale);
+void joins(const Node* a, const Node* b, Node* x, int n, Scales scales) {
+  for (int i = 0; i < n; i++) x[i] = join(a[i], b[i], scales);
 }
 
-// found: [n, 6] lse, log_prob, entropy, total, mass, whole
-void solves(const Node* x, const float* logits, double* found, int n, float scale) {
-  for (int i = 0; i < n; i++, found += 6) {
-    const Solved r = solve(x[i], logits[i], scale);
+// found: [n, 8] lse, log_prob, entropy, total, mass, whole, forward_kl, reverse_kl
+void solves(const Node* x, const float* logits, double* found, int n, Scales scales) {
+  for (int i = 0; i < n; i++, found += 8) {
+    const Solved r = solve(x[i], logits[i], scales);
     found[0] = r.lse, found[1] = r.log_prob, found[2] = r.entropy;
     found[3] = r.total, found[4] = r.mass, found[5] = r.whole;
+    found[6] = r.forward_kl, found[7] = r.reverse_kl;
   }
 }
 
-// found: gradients of n logits and, last, that of the label's logit.
-void gradients(const Params* q, const Node* x, float logit, double upstream, int owners,
-               const float* z, float* found, int n) {
-  const Value label = value_and_slope(logit, q->before);
-  const Factors f = factors_of(*q, 0, *x, label, scale_of(*q, 0), owners, upstream, Row{});
-  for (int i = 0; i < n; i++) found[i] = gradient_of(f, z[i], q->before, false, false);
-  found[n] = f.label;
+Scales scales_of_row(const Params& q) {
+  Item item = {};
+  item.scale = scale_of(q, 0);
+  return scales_of(q, item);
 }
 
-// The node of n logits, n even, as `leaf` finds it, but by one lane; no ids. -> the magnitude that
-// tells whether the leaf is plain.
-float leaf(const float* z, int n, Node* found, float scale, int is_plain) {
+// u: the teacher's logits. found: gradients of n logits and, last, that of the label's logit.
+void gradients(const Params* q, const Node* x, float logit, double upstream, int owners,
+               const float* z, const float* u, float* found, int n) {
+  const Value label = value_and_slope(logit, q->before);
+  const AllFactors f = factors_of(*q, 0, *x, label, scales_of_row(*q), owners, upstream, Row{});
+  for (int i = 0; i < n; i++) found[i] = gradient_of(f, z[i], u[i], q->before, false, false);
+  found[n] = f.own.label;
+}
+
+// A label's part of a teacher's sums.
+void labels(const float* values, const float* u, Node* found, int n, Scales scales) {
+  for (int i = 0; i < n; i++) found[i] = Divergences::label(values[i], u[i], scales);
+}
+
+// The node of n logits beside a teacher's, n even, as `leaf` finds it, but by one lane; no ids. ->
+// the magnitude that tells whether the leaf is plain.
+float leaf(const float* z, const float* u, int n, Node* found, Scales scales, int is_plain) {
   Node x = nothing();
-  for (int i = 0; i < n; i++) x.max = fmaxf(x.max, z[i]);
-  const Base2 e = base2(finite(x.max), scale);
-  auto read = [&](float value) {
-    const float exponent = fmaf(value, e.by, -e.at);
-    return Logit{value, exponent, ex2(exponent)};
-  };
+  for (int i = 0; i < n; i++) {
+    x.max = fmaxf(x.max, z[i]), x.teacher_max = fmaxf(x.teacher_max, u[i]);
+  }
+  const Reading by = reading_of(x, 1.f, scales);
   LaneSums sums = {};
   for (int i = 0; i < n; i += 2) {
-    const Logit a = read(z[i]), b = read(z[i + 1]);
+    const Logit a = read_logit(z[i], u[i], by, false), b = read_logit(z[i + 1], u[i + 1], by, false);
     sums.even += a.power, sums.odd += b.power;
     Optional::add(sums, a, b, is_plain);
   }
   x.sum = sums.even + sums.odd;
   Optional::begin(x, sums);
-  Optional::end(x, e);
-  x.sum *= ex2(-e.rest);
+  Optional::end(x, by.bases);
+  x.sum *= ex2(-by.bases.z.rest);
   *found = x;
   return Optional::magnitude(sums);
 }
@@ -62,26 +72,27 @@ void stores(const Params* q, const Node* x, float logit, int ignored, int bad) {
   Item item = {};
   item.ignored = ignored;
   auto settle = [](double v) { return (float)v; };
-  Optional::store(*q, *x, logit, solve(*x, logit, scale_of(*q, 0)), settle, item, bad);
+  Optional::store(*q, *x, logit, solve(*x, logit, scales_of_row(*q)), settle, item, bad);
 }
 
 // What packets carry, back again; logits: in the upper half of 32 bits.
 void packets(const Node* x, const u32* logits, u32 flags, Node* found, float* labels,
              int* owners, int* ignored, int n) {
   for (int i = 0; i < n; i++) {
-    const Packet packet = {first_store(x[i], logits[i], TAG, flags), second_store(x[i], TAG)};
+    const Packet packet = packet_of(x[i], logits[i], TAG, flags);
     found[i] = packet.node(), labels[i] = packet.logit();
     owners[i] = packet.has(OWNER), ignored[i] = packet.has(IGNORED);
   }
 }
 void no_packets(Node* found, int n) {
-  for (int i = 0; i < n; i++) found[i] = no_packet().node();
+  for (int i = 0; i < n; i++) found[i] = packet_of(nothing(), 0, 0, 0).node();
 }
-// Whether a packet has come whose stores are of these launches.
-int has_come(u32 first, u32 second, u32 expected) {
-  const Packet packet = {first_store(nothing(), 0, first, OWNER | IGNORED),
-                         second_store(nothing(), second)};
-  return packet.has_come(expected);
+// Whether a packet has come whose stores are of this launch, but one that is of another.
+int has_come(u32 launch, int other, u32 of_other) {
+  Packet packet = packet_of(nothing(), 0, launch, OWNER | IGNORED);
+  uint4* stores[] = {&packet.first, &packet.second, &packet.teacher, &packet.beside};
+  if (other >= 0) stores[other]->w = of_other << 2;
+  return packet.has_come(launch);
 }
 
 // With a softcap: values and slopes. all_near: the logits are said to be near 0.

@@ -18,6 +18,7 @@ from .params import FLAGS, RANKS, THREADS, agreement
 
 FOLDER = Path(__file__).parent
 SHARED = 224 * 1024  # bytes of shared memory for all slots
+OF_TEACHER = 2304  # less than that in calls with a teacher, whose sums take room beside them
 FORECASTS = 1024
 ARGUMENTS = ctypes.c_void_p * 1
 KERNELS = 256  # that a process keeps
@@ -111,7 +112,8 @@ class Kernel:
             self.module, self.function = ctypes.c_void_p(), ctypes.c_void_p()
             self._call("cuModuleLoadData", ctypes.byref(self.module), self.image)
             self._call("cuModuleGetFunction", ctypes.byref(self.function), self.module, b"one_read")
-            self._call("cuFuncSetAttribute", self.function, MOST_DYNAMIC_SHARED_MEMORY, SHARED)
+            most = SHARED - OF_TEACHER * bool({"FORWARD_KL", "REVERSE_KL"} & {*flags})
+            self._call("cuFuncSetAttribute", self.function, MOST_DYNAMIC_SHARED_MEMORY, most)
         self.index, pointer = index, ctypes.c_void_p
         self.library.cuLaunchKernel.argtypes = (
             pointer,
@@ -149,8 +151,8 @@ def compiled(library, architecture: str, rows: str | None, *flags: str) -> ctype
         flags: of the kernel, see `one_read.cu`.
     """
     kernel = (FOLDER / "one_read.cu").read_text()
-    want = [flag for flag in flags if flag.lower() in FLAGS]
-    source = (rows or "") + kernel + agreement(want)
+    want = {flag.lower() for flag in flags} & {*FLAGS}
+    source = (rows or "") + kernel + agreement(want, "TEMPERED" in flags)
     headers = {path.name: path.read_bytes() for path in FOLDER.glob("*.cuh")}
     given = f"--gpu-architecture={architecture}", "--std=c++20", *(f"-D{flag}" for flag in flags)
 

@@ -10,7 +10,7 @@ from ..device_inputs import inputs_of
 from ..launch import LATE_PROGRAMS, PreparedLaunch, ceil_div, dtype_key, gradient_launch, int_key
 from ..request import Request, Tensors, places_of
 from .late_kernel_triton import late_gradient_kernel
-from .launch import TERMS
+from .params import TERMS
 
 
 class LateGradient:
@@ -25,7 +25,7 @@ class LateGradient:
         weight: torch.Tensor | None,
         strides: tuple[int, ...],
     ):
-        """has_slopes: the loss is a row function's, whose derivatives [4, N] by `TERMS` the forward
+        """has_slopes: the loss is a row function's, whose derivatives [5, N] by `TERMS` the forward
         has found. strides: of the gradient."""
         logits, layout, facts = request.tensors.logits, request.layout, request.facts
         (_, prepared), (n_rows, width) = inputs_of(request), logits.shape

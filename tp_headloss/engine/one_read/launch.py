@@ -20,8 +20,19 @@ from ..backend import load_backend
 from ..reductions import FusedReduction
 from ..request import Facts, Request, Tensors, places_of
 from ..transports.symmetric_memory import find_symmetric_memory
-from .kernel import SHARED, Memory, kernel_of, launch_in_turn
-from .params import ADDRESSES, GIVENS, OUTPUTS, SLOTS, TERMS, VALUES, Cuts, Params, words_of
+from .kernel import OF_TEACHER, SHARED, Memory, kernel_of, launch_in_turn
+from .params import (
+    ADDRESSES,
+    DIVERGENCES,
+    GIVENS,
+    OUTPUTS,
+    SLOTS,
+    TERMS,
+    VALUES,
+    Cuts,
+    Params,
+    words_of,
+)
 
 # columns of a vector; vectors of a leaf, at most; packets of a row, at most
 COLUMNS, LEAF, PACKETS = 8, 320, 32
@@ -31,15 +42,28 @@ _log = logging.getLogger("tp_headloss")
 
 
 @functools.lru_cache(maxsize=256)
-def cuts_of(chunk_size: int, chunks: int) -> Cuts:
-    """How rows of a shard of whole chunks are cut."""
+def cuts_of(chunk_size: int, chunks: int, has_teacher: bool = False) -> Cuts:
+    """How rows of a shard of whole chunks are cut.
+
+    An item with a teacher has half of the columns, so that a slot is as large and each of its
+    leaves has a warp.
+    """
+    matrices = 2 if has_teacher else 1
     chunk = chunk_size // COLUMNS
-    cuts = max(-(-chunk // LEAF) - 1, 0).bit_length()
+    cuts = max(-(-chunk * matrices // LEAF) - 1, 0).bit_length()
     leaves = chunks << cuts
-    while leaves > 1 and -(-chunk * leaves // (1 << cuts)) * 16 > LARGEST:
+    while leaves > 1 and -(-chunk * leaves // (1 << cuts)) * 16 * matrices > LARGEST:
         leaves //= 2
-    size = -(-(-(-chunk * leaves // (1 << cuts)) * 16) // 128) * 128
-    return Cuts(chunk, cuts, leaves, (chunks << cuts) // leaves, min(SHARED // size, SLOTS), size)
+    size = matrices * -(-(-(-chunk * leaves // (1 << cuts)) * 16) // 128) * 128
+    slots = (SHARED - OF_TEACHER * has_teacher) // size
+    return Cuts(chunk, cuts, leaves, (chunks << cuts) // leaves, min(slots, SLOTS), size)
+
+
+def cuts_of_call(request: Request) -> Cuts:
+    """How rows of a call are cut."""
+    facts = request.facts
+    chunk_size = columns_of(request) // facts.chunks
+    return cuts_of(chunk_size, facts.chunks, request.tensors.teacher is not None)
 
 
 def columns_of(request: Request) -> int:
@@ -53,7 +77,7 @@ def columns_of(request: Request) -> int:
 
 def obstacle_to_rows(logits: torch.Tensor, inplace: bool) -> str | None:
     """Return what rows [N, width] lack for a kernel that reads them where they are, 16 bytes at a
-    time."""
+    time. inplace: and writes over them."""
     n_rows, width = logits.shape
     stride, step = logits.stride()
     if width == 0:
@@ -94,9 +118,8 @@ def memory_of(request: Request, cuts: Cuts) -> Memory | None:
     """Memory for the packets of a call, or None where the group has no symmetric memory, or there
     is no kernel."""
     facts, device = request.facts, request.tensors.logits.device
-    numel = (
-        4 * request.tensors.logits.shape[0] * cuts.pieces * facts.world_size * words_of(facts.want)
-    )
+    stores = words_of(facts.want, is_tempered(facts, request.tensors.scales is not None))
+    numel = 4 * request.tensors.logits.shape[0] * cuts.pieces * facts.world_size * stores
     if facts.world_size > 1:
         found = find_symmetric_memory(request, numel, of_one_read=True)
         return None if found is None else found.one_read
@@ -116,12 +139,15 @@ def memory_of(request: Request, cuts: Cuts) -> Memory | None:
 
 
 class Rows(NamedTuple):
-    """Facts of logits [N, width] and of their gradient that calls of one kind share."""
+    """Facts of logits [N, width], of their gradient and of a teacher that calls of one kind
+    share."""
 
     n_rows: int
     width: int
     stride: int  # of rows, in elements
     gradient_stride: int
+    teacher_stride: int
+    has_scales: bool  # temperatures beside a teacher are per token
     dtype: torch.dtype
     device: torch.device
     wide_labels: bool  # int64
@@ -135,13 +161,21 @@ class Rows(NamedTuple):
             width,
             logits.stride(0),
             gradient.stride(0),
+            0 if x.teacher is None else x.teacher.stride(0),
+            x.scales is not None,
             logits.dtype,
             logits.device,
             x.labels.dtype == torch.int64,
         )
 
 
-def flags_of(facts: Facts, plan, function, dtype: torch.dtype) -> list[str]:
+def is_tempered(facts: Facts, has_scales: bool) -> bool:
+    """Whether the student has another temperature beside its teacher. has_scales: it is per token."""
+    has_teacher = not {*facts.want}.isdisjoint(DIVERGENCES)
+    return has_teacher and (has_scales or facts.student_scale != 1.0)
+
+
+def flags_of(facts: Facts, plan, function, rows: Rows) -> list[str]:
     """Return the flags that a kernel is compiled with, see `numbers.cuh`. function: a `RowFunction`
     or None."""
     has_entropy_term = function is not None and function.has_entropy
@@ -149,8 +183,9 @@ def flags_of(facts: Facts, plan, function, dtype: torch.dtype) -> list[str]:
         has_entropy_term = "entropy" in [name for name, *_ in plan.gradients or ()]
     more = {
         "ENTROPY_TERM": has_entropy_term,
-        "HALF": dtype == torch.float16,
+        "HALF": rows.dtype == torch.float16,
         "SOFTCAP": facts.softcap != 0.0,
+        "TEMPERED": is_tempered(facts, rows.has_scales),
     }
     return [*map(str.upper, facts.want), *[name for name, wanted in more.items() if wanted]]
 
@@ -164,7 +199,7 @@ class Kind:
         or in memory."""
         self.params = _params(facts, plan, cuts, rows, number)
         self.items, self.shared = rows.n_rows * cuts.pieces, cuts.slots * cuts.slot_bytes
-        flags = flags_of(facts, plan, function, rows.dtype)
+        flags = flags_of(facts, plan, function, rows)
         self.kernel = kernel_of(rows.device, function and function.source, *flags)
         self.n_outputs = 2 + len(layout.flags)
         self.allocated = self._outputs(layout, plan, function, rows)
@@ -231,10 +266,13 @@ def _params(facts: Facts, plan, cuts: Cuts, rows: Rows, number: float) -> Params
         ignore_index=facts.ignore_index,
         stride=rows.stride,
         gradient_stride=rows.gradient_stride,
+        teacher_stride=rows.teacher_stride,
         number=number,
         **factors,
         before=facts.scale / facts.softcap if facts.softcap else 1.0,
         scale=(facts.softcap or facts.scale) / facts.temperature,
+        teacher_scale=facts.teacher_scale,
+        student_scale=facts.student_scale,
         rows=rows.n_rows,
         width=width,
         valid_width=facts.valid_width,
@@ -262,17 +300,21 @@ def statistics_and_gradient(
     """Compute what `merge_packets` and `token_sums` do, and the gradient, in one launch.
 
     Returns [merged rows, values, *flags]; the loss, its sums, [1 / its divisor, the upstream
-    gradient of the loss that the gradient is written for, NaN if it is not], and derivatives [4, N]
+    gradient of the loss that the gradient is written for, NaN if it is not], and derivatives [5, N]
     by `TERMS` of a row function's loss, or None; the gradient [N, width]; how the backward
     completes it (`Late`), or None where the upstream gradient is known.
     """
-    logits = request.tensors.logits
-    if obstacle_to_rows(logits, inplace) is None:
+    logits, teacher = request.tensors.logits, request.tensors.teacher
+    is_readable = obstacle_to_rows(logits, inplace) is None
+    if is_readable and (teacher is None or obstacle_to_rows(teacher, False) is None):
         launched = _launch(request, reduction, logits if inplace else None, upstream)
         gradient = launched.gradient
     else:  # on several ranks, whose logits lie in other ways
-        copy = _copy(logits, columns_of(request))
-        of_copy = request._replace(tensors=request.tensors._replace(logits=copy))
+        columns = columns_of(request)
+        copies = {"logits": _copy(logits, columns)}
+        if teacher is not None:
+            copies["teacher"] = _copy(teacher, columns)
+        of_copy = request._replace(tensors=request.tensors._replace(**copies))
         launched = _launch(of_copy, reduction, None, upstream)
         gradient = logits.data if inplace else torch.empty_like(logits)
         read = launched.gradient[:, : logits.shape[1]]
@@ -298,7 +340,7 @@ def _launch(request: Request, reduction: FusedReduction, out, upstream: Upstream
     written; None: to new memory."""
     facts, x = request.facts, request.tensors
     logits = x.logits
-    cuts = cuts_of(columns_of(request) // facts.chunks, facts.chunks)
+    cuts = cuts_of_call(request)
     memory = memory_of(request, cuts)
     assert memory is not None
     memory.expect_alive()
@@ -313,7 +355,8 @@ def _launch(request: Request, reduction: FusedReduction, out, upstream: Upstream
     allocated = [*map(torch.empty_like, kind.allocated)]
     forecast = None if upstream.record is None else memory.forecast(upstream.record)
     divisor = denominator if isinstance(denominator, torch.Tensor) else None
-    read = logits, gradient, x.labels, weight, x.temperatures, upstream.given, forecast, divisor
+    read = logits, gradient, x.labels, weight, x.temperatures, x.teacher, x.scales
+    read += upstream.given, forecast, divisor
     calls = [0 if tensor is None else tensor.data_ptr() for tensor in read]
     params = kind.argument(memory, calls, allocated, [x.data_ptr() for x in inputs])
     # in turn, because each launch takes all multiprocessors, and waits there

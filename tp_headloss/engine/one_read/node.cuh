@@ -10,6 +10,7 @@ DEVICE float low(u32 v) { return IS_HALF ? cvt_f32_f16((u16)v) : __uint_as_float
 DEVICE float high(u32 v) {
   return IS_HALF ? cvt_f32_f16((u16)(v >> 16)) : __uint_as_float(v & 0xffff0000u);
 }
+DEVICE float logit_of(u16 bits) { return high((u32)bits << 16); }
 
 // The value of a logit, and its derivative but for `before`. Near 0, where most logits lie, by a
 // polynomial that is tanh to 8e-8 of itself; elsewhere tanh to 3e-7, and its slope to that part of
@@ -33,21 +34,47 @@ DEVICE Value value_and_slope(float logit, float before, bool all_near = false) {
 }
 DEVICE float value_of(float logit, float before) { return value_and_slope(logit, before).value; }
 
+// How logits of a leaf become z, and powers.
+struct Reading {
+  float before;
+  Scales scales;
+  Bases bases;
+};
+// Of a leaf whose maxima are those of the node.
+DEVICE Reading reading_of(const Node& x, float before, Scales scales) {
+  const Bases bases = {base2(finite(x.max), scales.z), base2(finite(x.teacher_max), scales.u),
+                       IS_TEMPERED ? scales.beside : 1.f};
+  return {before, scales, bases};
+}
+DEVICE Logit read_logit(float logit, float teacher, const Reading& by, bool all_near) {
+  Logit x;
+  x.value = value_and_slope(logit, by.before, all_near).value;
+  x.exponent = fmaf(x.value, by.bases.z.by, -by.bases.z.at);
+  x.power = ex2(x.exponent);
+  if constexpr (HAS_TEACHER) {
+    x.q = ex2(fmaf(teacher, by.bases.u.by, -by.bases.u.at));
+    x.p = IS_TEMPERED ? ex2(x.exponent * by.scales.beside) : x.power;
+    const float z = x.value * by.scales.z;
+    x.apart = fmaf(teacher, by.scales.u, IS_TEMPERED ? -z * by.scales.beside : -z);
+  }
+  return x;
+}
+
 // -- Joins ----------------------------------------------------------------------------------------
 
 // The sums of two parts of a row relative to the larger maximum. Each operation rounds by itself,
 // so that both orders of the arguments have the same bits.
-DEVICE Node join(Node a, Node b, float scale) {
+DEVICE Node join(Node a, Node b, Scales scales) {
   const float max = fmaxf(a.max, b.max), shift = finite(max);
   Drop left, right;
-  left.drop = __fmul_rn(__fsub_rn(a.max, shift), scale);
-  right.drop = __fmul_rn(__fsub_rn(b.max, shift), scale);
+  left.drop = __fmul_rn(__fsub_rn(a.max, shift), scales.z);
+  right.drop = __fmul_rn(__fsub_rn(b.max, shift), scales.z);
   left.factor = ex2(__fmul_rn(left.drop, LOG2E));
   right.factor = ex2(__fmul_rn(right.drop, LOG2E));
   Node x = nothing();
   x.max = max;
   x.sum = __fadd_rn(__fmul_rn(a.sum, left.factor), __fmul_rn(b.sum, right.factor));
-  Optional::join(x, a, b, left, right);
+  Optional::join(x, a, b, left, right, scales);
   return x;
 }
 
@@ -56,39 +83,49 @@ DEVICE Node join(Node a, Node b, float scale) {
 // An item's node on its way to other ranks: WORDS stores of 16 bytes, each with the launch's tag.
 //   first    max     sum    count, or the label's logit << 16   tag << 2, or flags
 //   second   moment  index  total                               tag << 2
-// An item has fewer columns than 2^16, and a logit no more bits. There is no room for another
-// number: a further store is one more in WORDS, `post`, `receive` and `words_of` in `params.py`.
+//   teacher  max     sum    cross                               tag << 2
+//   beside   sum     gap    the label's logit of the teacher    tag << 2
+// All but the first are there where somebody wants them. An item has fewer columns than 2^16, and a
+// logit no more bits. There is no room for another number: a further store is one more in WORDS,
+// `each_store`, and `words_of` in `params.py`.
 struct Packet {
-  uint4 first, second;
-  DEVICE bool has_come(u32 tag) const {
-    return first.w >> 2 == tag && (WORDS == 1 || second.w >> 2 == tag);
+  uint4 first, second, teacher, beside;
+  // f(place, store) of each store but the first that there is.
+  template <class F> DEVICE void each_store(const F& f) {
+    if constexpr (HAS_SECOND) f(1, second);
+    if constexpr (HAS_TEACHER) f(1 + HAS_SECOND, teacher);
+    if constexpr (HAS_BESIDE) f(2 + HAS_SECOND, beside);
+  }
+  DEVICE bool has_come(u32 tag) {
+    bool come = first.w >> 2 == tag;
+    each_store([&](int, const uint4& store) { come = come && store.w >> 2 == tag; });
+    return come;
   }
   DEVICE int count() const { return first.z & 0xffffu; }
   DEVICE float logit() const { return high(first.z); }  // the label's
   DEVICE bool has(u32 flag) const { return first.w & flag; }
   DEVICE Node node() const {
     return {__uint_as_float(first.x),  __uint_as_float(first.y), __uint_as_float(second.x),
-            __uint_as_float(second.z), count(),                  (int)second.y};
+            __uint_as_float(second.z), count(),                  (int)second.y,
+            __uint_as_float(teacher.x), __uint_as_float(teacher.y), __uint_as_float(teacher.z),
+            __uint_as_float(beside.x),  __uint_as_float(beside.y),  __uint_as_float(beside.z)};
   }
 };
-// Both stores; logit: in the upper half of 32 bits.
-DEVICE uint4 first_store(const Node& x, u32 logit, u32 tag, u32 flags) {
-  return make_uint4(__float_as_uint(x.max), __float_as_uint(x.sum), logit | x.count,
-                    tag << 2 | flags);
-}
-DEVICE uint4 second_store(const Node& x, u32 tag) {
-  return make_uint4(__float_as_uint(x.moment), x.index, __float_as_uint(x.total), tag << 2);
-}
-DEVICE Packet no_packet() {
-  return {make_uint4(__float_as_uint(-INF), 0, 0, 0), make_uint4(0, NO_INDEX, 0, 0)};
+// logit: the label's, in the upper half of 32 bits.
+DEVICE Packet packet_of(const Node& x, u32 logit, u32 tag, u32 flags) {
+  auto bits = [](float x) { return __float_as_uint(x); };
+  return {make_uint4(bits(x.max), bits(x.sum), logit | x.count, tag << 2 | flags),
+          make_uint4(bits(x.moment), x.index, bits(x.total), tag << 2),
+          make_uint4(bits(x.teacher_max), bits(x.teacher_sum), bits(x.cross), tag << 2),
+          make_uint4(bits(x.student_sum), bits(x.gap), bits(x.teacher_logit), tag << 2)};
 }
 
 // -- A row ----------------------------------------------------------------------------------------
 
 // A row's statistics, each rounded once by whoever stores it; as in `softmax_triton`.
-DEVICE Solved solve(Node x, float logit, float scale) {
+DEVICE Solved solve(Node x, float logit, Scales scales) {
   Solved r = {};
-  const double m = (double)x.max * scale, y = (double)logit * scale;
+  const double m = (double)x.max * scales.z, y = (double)logit * scales.z;
   const bool is_top = y >= m, lonely = logit == -INF;
   r.max = m;
   r.z = y;
@@ -103,13 +140,13 @@ DEVICE Solved solve(Node x, float logit, float scale) {
   r.log_sum = log1p(is_top ? r.others : r.others - 1.0 + r.label);
   r.lse = r.top + r.log_sum;
   r.log_prob = 0.0 - (is_top ? r.log_sum : r.log_sum - r.offset);
-  Optional::solve(r, x, logit, scale);
+  Optional::solve(r, x, logit, scales);
   return r;
 }
 
-DEVICE Softmax softmax_of(const Node& x, float logit, float scale) {
+DEVICE Softmax softmax_of(const Node& x, float logit, Scales scales) {
   const float top = fmaxf(x.max, logit);
-  Softmax r = {top, finite(top), 0.f, 0.f, 0.f, logit, scale};
+  Softmax r = {top, finite(top), 0.f, 0.f, 0.f, logit, scales};
   r.label = ex2(r.drop(logit) * LOG2E);
   r.others = x.sum * ex2(r.drop(x.max) * LOG2E);
   r.whole = r.others + r.label;
@@ -122,13 +159,22 @@ struct __align__(16) Factors {
   float by, at, each, slope, flat, label;
   bool is_plain;
 };
+// Divergences: less 2^(by * logit - at) * each of the teacher's logit, and p * (own + reverse *
+// (value * z - logit * u - mean)) with p = 2^(t * beside).
+struct TeacherFactors {
+  float by, at, each, own, reverse, mean, z, u, beside;
+};
+struct AllFactors {
+  Factors own;
+  TeacherFactors teacher;
+};
 
 // The factors of a row's gradient. owners: of its label, see `owners_of`; upstream: gradient of the
 // loss over its divisor; by: derivatives of a row function's terms.
-DEVICE Factors factors_of(const Params& q, int row, Node x, Value label, float scale, int owners,
-                          double upstream, const Row& by) {
-  const float logit = label.value, chain = scale * q.before;
-  const Softmax softmax = softmax_of(x, logit, scale);
+DEVICE AllFactors factors_of(const Params& q, int row, Node x, Value label, Scales scales,
+                             int owners, double upstream, const Row& by) {
+  const float logit = label.value, scale = scales.z, chain = scale * q.before;
+  const Softmax softmax = softmax_of(x, logit, scales);
   const float whole = softmax.whole;
   float by_lse = q.lse_factor, by_log_prob = q.log_prob_factor;
   if (q.lse_square != 0.f || q.log_prob_square != 0.f) {
@@ -151,23 +197,50 @@ DEVICE Factors factors_of(const Params& q, int row, Node x, Value label, float s
   g.each = (by_lse - by_log_prob) / whole;
   g.label = by_lse * (softmax.label / whole) + by_log_prob * (softmax.others / whole);
   Optional::differentiate(g, q, by, x, softmax, factor);
+  if constexpr (!IS_TEMPERED) g.each += g.beside;  // p is that of `Softmax`
   if (!(whole > 0.f) || owners != 1) g.each = g.label = NONE;
   const Base2 base = base2(softmax.shift, scale);
   const float moved = ex2(-base.rest) * chain;
   const float each = (g.each - g.slope * LN2 * base.rest) * moved;
   const float of_label = g.label * chain * label.slope;
-  return {base.by, base.at, each, g.slope * LN2 * moved, g.flat * chain, of_label};
+  AllFactors f = {};
+  f.own = {base.by, base.at, each, g.slope * LN2 * moved, g.flat * chain, of_label};
+  if constexpr (HAS_TEACHER) {
+    const Base2 of_teacher = base2(finite(x.teacher_max), scales.u);
+    const float a = IS_TEMPERED ? scales.beside : 1.f;
+    const float share = g.teacher * ex2(-of_teacher.rest) * chain;
+    const float p = ex2(-a * base.rest) * chain;
+    f.teacher = {of_teacher.by, of_teacher.at, share, g.beside * p, g.reverse * p, g.mean,
+                 a * scale, scales.u, a};
+  }
+  return f;
 }
 
-DEVICE float gradient_of(const Factors& f, float logit, float before, bool is_plain,
-                         bool all_near) {
+// teacher: its logit.
+DEVICE float gradient_of(const AllFactors& all, float logit, float teacher, float before,
+                         bool is_plain, bool all_near) {
+  const Factors& f = all.own;
   float each = f.each;
   const Value x = value_and_slope(logit, before, all_near);
   const float t = fmaf(x.value, f.by, -f.at);
   // where 2^t underflows the factor stays finite, so that their product is 0
   if constexpr (HAS_ENTROPY_TERM) each = fmaf(f.slope, fmaxf(t, -300.f), each);
+  float flat = f.flat;
   if constexpr (WANTS_TOTAL) {
-    if (!is_plain && logit == -INF) return each * ex2(t);
+    if (!is_plain && logit == -INF) flat = 0.f;
   }
-  return fmaf(each, ex2(t), f.flat) * x.slope;
+  const TeacherFactors& other = all.teacher;
+  if constexpr (WANTS_FORWARD_KL) {
+    flat = fmaf(ex2(fmaf(teacher, other.by, -other.at)), -other.each, flat);
+  }
+  const float power = ex2(t);
+  if constexpr (HAS_BESIDE) {
+    const float p = IS_TEMPERED ? ex2(t * other.beside) : power;
+    if constexpr (IS_TEMPERED) flat = fmaf(p, other.own, flat);
+    if constexpr (WANTS_REVERSE_KL) {
+      const float apart = fmaf(x.value, other.z, -teacher * other.u), weight = p * other.reverse;
+      if (weight != 0.f) flat = fmaf(weight, apart - other.mean, flat);  // `apart` may be infinite
+    }
+  }
+  return fmaf(each, power, flat) * x.slope;
 }

@@ -9,7 +9,8 @@ typedef long long i64;
 
 // What the kernel is compiled with: statistics that a call wants besides lse and log_prob, whether
 // a term of its loss is an entropy, whether its logits are fp16 instead of bf16 and have a softcap,
-// and whether a `row_function` stands before the source.
+// whether the student has another temperature beside a teacher, and whether a `row_function` stands
+// before the source.
 #ifdef ENTROPY
 constexpr bool WANTS_ENTROPY = true;
 #else
@@ -24,6 +25,21 @@ constexpr bool WANTS_ARGMAX = false;
 constexpr bool WANTS_TOTAL = true;
 #else
 constexpr bool WANTS_TOTAL = false;
+#endif
+#ifdef FORWARD_KL
+constexpr bool WANTS_FORWARD_KL = true;
+#else
+constexpr bool WANTS_FORWARD_KL = false;
+#endif
+#ifdef REVERSE_KL
+constexpr bool WANTS_REVERSE_KL = true;
+#else
+constexpr bool WANTS_REVERSE_KL = false;
+#endif
+#ifdef TEMPERED
+constexpr bool IS_TEMPERED = true;
+#else
+constexpr bool IS_TEMPERED = false;
 #endif
 #ifdef ENTROPY_TERM
 constexpr bool HAS_ENTROPY_TERM = true;
@@ -43,13 +59,13 @@ constexpr bool IS_HALF = false;
 constexpr u32 LOWEST = 0xff80ff80u, LOWEST_FINITE = 0xff7fff7fu;
 #endif
 // Statistics that a row function has derivatives by, and those that it is given; see `params.py`.
-constexpr int SLOPES = 4, KNOWN = 5;
+constexpr int SLOPES = 6, KNOWN = 7;
 #ifdef ROWS
 constexpr bool HAS_ROWS = true;
 #else
 constexpr bool HAS_ROWS = false;
 // A row function's terms and inputs, and its result: values of the terms, and derivatives by lse,
-// log_prob, entropy and total. See `rows.py`.
+// log_prob, entropy, total, forward_kl and reverse_kl. See `rows.py`.
 constexpr int TERMS = 0, GIVEN = 0;
 struct Row {
   float value[1], by[SLOPES];
@@ -69,8 +85,12 @@ constexpr int LAST = POST + MERGE + TEAMS * SUM;
 constexpr int SLOTS = 10, RANKS = 8, VALUES = 6, GIVENS = 8;
 // Loads that a thread has under way at once.
 constexpr int TOKENS_AT_ONCE = 6, VECTORS_AT_ONCE = 4;
-// 16-byte stores of a packet.
-constexpr int WORDS = WANTS_ENTROPY || WANTS_ARGMAX || WANTS_TOTAL ? 2 : 1;
+// 16-byte stores of a packet: the first, one for what else the student has, one of a teacher, one
+// for what the student is beside a teacher.
+constexpr bool HAS_TEACHER = WANTS_FORWARD_KL || WANTS_REVERSE_KL;
+constexpr bool HAS_SECOND = WANTS_ENTROPY || WANTS_ARGMAX || WANTS_TOTAL;
+constexpr bool HAS_BESIDE = WANTS_REVERSE_KL || IS_TEMPERED;
+constexpr int WORDS = 1 + HAS_SECOND + HAS_TEACHER + HAS_BESIDE;
 // Flags of a packet: its rank has the label; the token is ignored.
 constexpr u32 OWNER = 1, IGNORED = 2;
 // Bits of a launch's number that its packets carry.

@@ -8,6 +8,8 @@ struct Params {
   const void* labels;   // [rows] int64 or int32, see wide_labels
   const float* weight;  // [rows] or null
   const float* temperatures;  // [rows] or null
+  const u16* teacher;         // [rows, width] as the logits, or null
+  const float* scales;        // [2, rows] in the place of teacher_scale and student_scale, or null
   // [] upstream gradient of the loss, a record of `kernel.Memory` that foresees it, or neither: 1.
   const float* upstream;
   const int* forecast;
@@ -21,9 +23,11 @@ struct Params {
   float *entropy, *mean, *total, *mass;           // [rows] each, or null
   i64* argmax;                                    // [rows] or null
   unsigned char* hits;                            // [rows] or null
+  float *forward_kl, *reverse_kl;                 // [rows] each, or null
+  float *student_sum, *teacher_shift, *teacher_sum, *gap;  // [rows] each, or null: merged rows
   float *shift, *sum, *others, *target;           // [rows] each: merged rows
   const void* values[VALUES];  // [rows] each: what is summed over tokens, fp32 or bool
-  float* found;                // [TERMS + 4, rows]: values and derivatives of a row function
+  float* found;                // [TERMS + SLOPES, rows]: values and derivatives of a row function
   const float* given[GIVENS];  // [rows] each: its inputs
 
   u32* control;        // [4]: launches, programs that are done, items claimed, failure
@@ -33,7 +37,8 @@ struct Params {
   u64 timeout;         // ns
   i64 rank, start;     // of this rank; the vocabulary's id of its first column
   i64 ignore_index;
-  i64 stride, gradient_stride;  // of rows, in elements; multiples of 8
+  // Of rows, in elements; multiples of 8.
+  i64 stride, gradient_stride, teacher_stride;
   double number;  // the divisor of the loss; 0: the number of valid tokens, or their weights
 
   // d loss / d statistic = factor + square * statistic
@@ -41,10 +46,13 @@ struct Params {
   float log_prob_factor, log_prob_square;
   float entropy_factor, entropy_square;
   float total_factor, total_square;
+  float forward_kl_factor, forward_kl_square;
+  float reverse_kl_factor, reverse_kl_square;
   float coefficients[VALUES];  // of the values' sums in the loss
   // Before and after the tanh of a softcap, or the logits' scale; the latter is divided by the
   // temperature, if that is one number.
   float before, scale;
+  float teacher_scale, student_scale;  // see `Scales`
 
   int n_values;
   int squares, negatives, bools;  // bits: values that are squared, subtracted, bool
@@ -67,6 +75,12 @@ struct Item {
   float scale;  // z = scale * value
 };
 
+// What makes z of the student's values, and u of the teacher's logits. beside: what makes of z the
+// student's logits beside the teacher, z', whose temperature may be another.
+struct Scales {
+  float z, u, beside;
+};
+
 DEVICE i64 label_of(const Params& q, int row) {
   return q.wide_labels ? ((const i64*)q.labels)[row] : ((const int*)q.labels)[row];
 }
@@ -76,6 +90,13 @@ DEVICE float scale_of(const Params& q, int row) {
   if (!q.temperatures) return q.scale;
   const float scale = q.scale * (1.f / q.temperatures[row]);
   return scale < LEAST_SCALE ? LEAST_SCALE : scale;
+}
+
+DEVICE Scales scales_of(const Params& q, const Item& item) {
+  if (HAS_TEACHER && q.scales) {
+    return {item.scale, q.scales[item.row], q.scales[q.rows + item.row]};
+  }
+  return {item.scale, q.teacher_scale, q.student_scale};
 }
 
 // The row's first vector of a leaf, where leaves are numbered over the row.

@@ -11,8 +11,11 @@ import struct
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-FLAGS = "entropy", "argmax", "total"  # statistics that a kernel is compiled with, in capitals
-TERMS = "lse", "log_prob", "entropy", "total"  # statistics of a loss that one launch computes
+# Statistics that a kernel is compiled with, in capitals.
+FLAGS = "entropy", "argmax", "total", "forward_kl", "reverse_kl"
+DIVERGENCES = "forward_kl", "reverse_kl"  # from a teacher whose logits are read, too
+# Statistics of a loss that one launch computes.
+TERMS = "lse", "log_prob", "entropy", "total", "forward_kl", "reverse_kl"
 KNOWN = *TERMS, "mass"  # statistics that a row function is given, in the order of `row_of`
 
 RANKS, THREADS = 8, 1024  # ranks, at most, and threads of a program
@@ -38,6 +41,8 @@ CALLS = (
     "labels",
     "weight",
     "temperatures",
+    "teacher",
+    "scales",
     "upstream",
     "forecast",
     "denominator",
@@ -57,6 +62,12 @@ OUTPUTS = (
     "mass",
     "argmax",
     "hits",
+    "forward_kl",
+    "reverse_kl",
+    "student_sum",
+    "teacher_shift",
+    "teacher_sum",
+    "gap",
     "shift",
     "sum",
     "others",
@@ -78,11 +89,14 @@ NUMBERS: dict[str, Any] = {
     "ignore_index": ctypes.c_int64,
     "stride": ctypes.c_int64,
     "gradient_stride": ctypes.c_int64,
+    "teacher_stride": ctypes.c_int64,
     "number": ctypes.c_double,
     **{f"{name}_{kind}": ctypes.c_float for name in TERMS for kind in ("factor", "square")},
     "coefficients": ctypes.c_float * VALUES,
     "before": ctypes.c_float,
     "scale": ctypes.c_float,
+    "teacher_scale": ctypes.c_float,
+    "student_scale": ctypes.c_float,
     "n_values": ctypes.c_int,
     "squares": ctypes.c_int,
     "negatives": ctypes.c_int,
@@ -127,14 +141,17 @@ template <class A, decltype(sizeof(0)) N> constexpr int POINTERS<A* [N]> = N;
 """
 
 
-def words_of(want: Iterable[str]) -> int:
-    """16-byte stores of a packet in calls that want these optional statistics."""
-    return 2 if [*want] else 1
+def words_of(want: Iterable[str], is_tempered: bool) -> int:
+    """16-byte stores of a packet in calls that want these optional statistics. is_tempered: the
+    student has another temperature beside a teacher."""
+    divergences = {*want} & {*DIVERGENCES}
+    has_others, is_beside = divergences < {*want}, is_tempered or "reverse_kl" in divergences
+    return 1 + has_others + (1 + is_beside if divergences else 0)
 
 
-def agreement(want: Iterable[str] = ()) -> str:
+def agreement(want: Iterable[str] = (), is_tempered: bool = False) -> str:
     """C++20 that compiles only where the struct and the numbers in CUDA are those of this module.
-    want: optional statistics that the kernel is compiled with.
+    want, is_tempered: what the kernel is compiled with, as `words_of` takes them.
 
     NVRTC 13.0 has no offsetof. But fields of the same types in the same order lie at the same
     offsets, and initializers that name fields in another order do not compile.
@@ -146,7 +163,7 @@ def agreement(want: Iterable[str] = ()) -> str:
         "GIVENS": GIVENS,
         "SLOPES": len(TERMS),
         "KNOWN": len(KNOWN),
-        "WORDS": words_of(want),
+        "WORDS": words_of(want, is_tempered),
         "WARPS * 32": THREADS,
         "sizeof(Params)": ctypes.sizeof(Params),
     }

@@ -21,8 +21,8 @@
 //   I4  Logits. A slot's bytes belong to the copy in from free to full; to the sum warps, each in
 //       its own leaf, from full to stat; to nobody who writes from stat to ready; to the grad
 //       warps, each in its own columns, from ready to done; to the copy out from done to free.
-//   I5  Nodes. The sum warps write node[slot] and logit[slot] before stat; post reads them after
-//       it.
+//   I5  Nodes. The sum warps write node[slot], logit[slot] and teacher_logit[slot] before stat;
+//       post and merge read them after it.
 //   I6  Turns. Phases of stat end in the order of the items. A thread that waits knows a phase by
 //       its parity alone, and so is never two phases behind.
 //   I7  Packets. A packet is whole and needs no fence: each of its 16-byte stores carries the
@@ -46,17 +46,33 @@
 #pragma once
 #include "tokens.cuh"
 
+// A node in shared memory, where what has to do with a teacher takes room in such calls alone.
+struct KeptNode {
+  u32 words[HAS_BESIDE ? 12 : HAS_TEACHER ? 9 : 6];
+  DEVICE void keep(const Node& x) { memcpy(words, &x, sizeof(words)); }
+  DEVICE Node kept() const {
+    Node x = nothing();
+    memcpy(&x, words, sizeof(words));
+    return x;
+  }
+};
+static_assert(sizeof(Node) == 12 * sizeof(u32));
+constexpr int TEACHER_SLOTS = HAS_TEACHER ? SLOTS : 1;
+
 struct Shared {
   u64 full[SLOTS], stat[SLOTS], ready[SLOTS], done[SLOTS], free[SLOTS];
   Item item[SLOTS];
-  __align__(8) Node node[SLOTS][SUM];
+  __align__(8) KeptNode node[SLOTS][SUM];
   Factors factor[SLOTS];
+  TeacherFactors teacher_factor[TEACHER_SLOTS];
   u16 logit[SLOTS];  // the label's
+  u16 teacher_logit[TEACHER_SLOTS];
   double counted[GRAD];
   bool is_last;
 };
-// The slots take the rest of 227 KiB. A number more in a node costs SLOTS * SUM * 4 = 320 bytes.
-static_assert(sizeof(Shared) <= 3072);
+// The slots take the rest of 227 KiB, see `cuts_of`. A number more in a node costs
+// SLOTS * SUM * 4 = 320 bytes.
+static_assert(sizeof(Shared) <= (HAS_BESIDE ? 5376 : HAS_TEACHER ? 4480 : 3072));
 
 constexpr u64 STUCK = 4000000000000;  // ns, longer than any timeout: a bug ends, too
 
@@ -77,6 +93,13 @@ struct Program {
     if (++slot == q.slots) slot = 0, phase ^= 1;
   }
   DEVICE u16* columns(const Params& q) const { return (u16*)(ring + slot * q.slot_bytes); }
+  // The teacher's logits take the second half of a slot.
+  DEVICE u16* teacher_columns(const Params& q) const {
+    return (u16*)(ring + slot * q.slot_bytes + q.slot_bytes / 2);
+  }
+  DEVICE Place place(const Params& q) const {
+    return {shared_address(columns(q)), shared_address(teacher_columns(q))};
+  }
   DEVICE volatile u32* failure(const Params& q) const { return (volatile u32*)q.control + 3; }
   DEVICE i64 packet_of(int row) const { return half + (i64)row * all * WORDS; }
 };
@@ -129,32 +152,51 @@ DEVICE void load(const Params& q, Program& p) {
       arrive(&s.full[p.slot]);  // I3
       continue;
     }
-    mbarrier_arrive_expect_tx(&s.full[p.slot], vectors * 16);  // I3, I4
-    const u32 to = shared_address(p.columns(q));
+    const int bytes = vectors * 16;
+    mbarrier_arrive_expect_tx(&s.full[p.slot], HAS_TEACHER ? 2 * bytes : bytes);  // I3, I4
+    const Place to = p.place(q);
     const u16* from = q.logits + (i64)row * q.stride + 8LL * first;
-    cp_async_bulk_load(to, from, vectors * 16, &s.full[p.slot], policy);
+    cp_async_bulk_load(to.own, from, bytes, &s.full[p.slot], policy);
+    if constexpr (HAS_TEACHER) {
+      const u16* teacher = q.teacher + (i64)row * q.teacher_stride + 8LL * first;
+      cp_async_bulk_load(to.teacher, teacher, bytes, &s.full[p.slot], policy);
+    }
   }
 }
 
 // -- sum ------------------------------------------------------------------------------------------
 
-// The node of one of an item's leaves, whose label and gaps are made -inf before.
+// The node of one of an item's leaves. Its label and gaps are made -inf before; a teacher's sums
+// have the label again after.
 DEVICE Node sum_leaf(const Params& q, const Program& p, const Item& item, int leaf_of_item) {
   const int first = item.piece * q.leaves, from = begin_of_leaf(q, first);
   const int begin = min(begin_of_leaf(q, first + leaf_of_item) - from, item.vectors);
   const int end = min(begin_of_leaf(q, first + leaf_of_item + 1) - from, item.vectors);
-  u16* columns = p.columns(q);
-  const u32 base = shared_address(columns);
-  if constexpr (HAS_SOFTCAP) lift(base, begin, end, p.lane);
-  if (p.lane == 0 && item.target >= 8 * begin && item.target < 8 * end) {
+  const bool has_label = item.target >= 8 * begin && item.target < 8 * end;
+  const Scales scales = scales_of(q, item);
+  u16 *columns = p.columns(q), *teacher = p.teacher_columns(q);
+  if constexpr (HAS_SOFTCAP) lift(shared_address(columns), begin, end, p.lane);
+  if (p.lane == 0 && has_label) {
     p.s.logit[p.slot] = columns[item.target];
     columns[item.target] = (u16)LOWEST;
+    if constexpr (HAS_TEACHER) {
+      p.s.teacher_logit[p.slot] = teacher[item.target];
+      teacher[item.target] = (u16)LOWEST;
+    }
   }
   for (int c = max(item.valid, 8 * begin) + p.lane; c < 8 * end; c += 32) {
     columns[c] = (u16)LOWEST;
+    if constexpr (HAS_TEACHER) teacher[c] = (u16)LOWEST;
   }
   __syncwarp();  // I4: other lanes read these columns
-  return leaf(base, begin, end, p.lane, q.before, item.scale);
+  Node x = leaf(p.place(q), begin, end, p.lane, q.before, scales);
+  if constexpr (HAS_TEACHER) {
+    if (has_label) {
+      const float value = value_of(logit_of(p.s.logit[p.slot]), q.before);
+      x = join(x, Divergences::label(value, logit_of(p.s.teacher_logit[p.slot]), scales), scales);
+    }
+  }
+  return x;
 }
 
 DEVICE void sum(const Params& q, Program& p) {
@@ -172,7 +214,7 @@ DEVICE void sum(const Params& q, Program& p) {
     ends += item.row < 0;
     __syncwarp();  // I4: all lanes have read their columns
     if (p.lane == 0) {
-      s.node[p.slot][w] = x;
+      s.node[p.slot][w].keep(x);
       wait(&s.stat[(p.slot ? p.slot : q.slots) - 1], p.slot ? p.phase : p.phase ^ 1);  // I6
       arrive(&s.stat[p.slot]);  // I4, I5, I6
     }
@@ -205,7 +247,7 @@ DEVICE void post(const Params& q, Program& p) {
     wait(&s.stat[p.slot], p.phase);  // I3, I5
     const Item item = s.item[p.slot];
     if (item.row < 0) break;  // I12
-    Node x = join_lanes(s.node[p.slot][p.lane % SUM], SUM, item.scale);
+    Node x = join_lanes(s.node[p.slot][p.lane % SUM].kept(), SUM, scales_of(q, item));
     if (WANTS_ARGMAX && !item.ignored) {
       wait(&s.full[p.slot], p.phase);  // I4: what the copy in wrote
       x.index = first_index(q, p, item, x);
@@ -215,8 +257,11 @@ DEVICE void post(const Params& q, Program& p) {
     __syncwarp();  // I7
     uint4* to = (uint4*)q.packets[p.lane % RANKS] + p.packet_of(item.row);
     to += q.rank * q.pieces + item.piece;
-    if (p.lane < q.ranks) st_relaxed_sys_b128(to, first_store(x, logit, p.tag, flags));
-    if (WORDS > 1 && p.lane < q.ranks) st_relaxed_sys_b128(to + p.all, second_store(x, p.tag));
+    Packet packet = packet_of(x, logit, p.tag, flags);
+    if (p.lane < q.ranks) {
+      st_relaxed_sys_b128(to, packet.first);
+      packet.each_store([&](int k, uint4& store) { st_relaxed_sys_b128(to + k * p.all, store); });
+    }
   }
 }
 
@@ -225,11 +270,14 @@ DEVICE void post(const Params& q, Program& p) {
 // A lane's packet of a row, once all lanes' packets are there.
 DEVICE Packet receive(const Params& q, Program& p, int row) {
   const uint4* from = (const uint4*)q.packets[q.rank] + p.packet_of(row) + p.lane;
-  Packet packet = no_packet();
+  Packet packet = packet_of(nothing(), 0, 0, 0);
   u64 since = 0;
   for (int i = 1;; i++) {
-    if (p.lane < p.all) packet.first = ld_relaxed_sys_b128(from);
-    if (WORDS > 1 && p.lane < p.all) packet.second = ld_relaxed_sys_b128(from + p.all);
+    if (p.lane < p.all) {
+      packet.first = ld_relaxed_sys_b128(from);
+      packet.each_store(
+          [&](int k, uint4& store) { store = ld_relaxed_sys_b128(from + k * p.all); });
+    }
     if (__all_sync(~0u, p.lane >= p.all || packet.has_come(p.tag))) break;  // I7, I8
     __nanosleep(1000);  // each look costs the copies bandwidth, 1 to 2 % on an H200
     if (i % 256) continue;
@@ -247,7 +295,8 @@ DEVICE Packet receive(const Params& q, Program& p, int row) {
 // A row function's result for a row. given: its input on each lane.
 DEVICE Row row_of(const Params& q, const Solved& r, float given) {
   float known[KNOWN + GIVEN + TERMS] = {(float)r.lse, (float)r.log_prob, (float)r.entropy,
-                                        (float)r.total, (float)r.mass};
+                                        (float)r.total, (float)r.forward_kl, (float)r.reverse_kl,
+                                        (float)r.mass};
   for (int k = 0; k < GIVEN; k++) known[KNOWN + k] = __shfl_sync(~0u, given, k);
   for (int k = 0; k < TERMS; k++) known[KNOWN + GIVEN + k] = q.coefficients[k];
   return row_function(known);
@@ -285,25 +334,28 @@ DEVICE void merge(const Params& q, Program& p) {
     wait(&s.stat[p.slot], p.phase);  // I9
     const int own_packet = (int)q.rank * q.pieces + item.piece;
     const int count = __shfl_sync(~0u, packet.count(), own_packet);
-    const Node x = join_lanes(packet.node(), p.all, item.scale);
+    const Scales scales = scales_of(q, item);
+    Node x = join_lanes(packet.node(), p.all, scales);
     const u32 own = __ballot_sync(~0u, p.lane < p.all && packet.has(OWNER));
     const u32 ignore = __ballot_sync(~0u, p.lane < p.all && packet.has(IGNORED));
     const float raw = __shfl_sync(~0u, packet.logit(), own ? __ffs(own) - 1 : 0);
     const Value label = value_and_slope(raw, q.before);
     const float logit = label.value;
+    if (HAS_TEACHER && item.target >= 0) x.teacher_logit = logit_of(s.teacher_logit[p.slot]);
     Solved solved = {};
     Row by = {};
     if constexpr (HAS_ROWS) {
-      solved = solve(x, logit, item.scale);
+      solved = solve(x, logit, scales);
       by = row_of(q, solved, given);
     }
     if (p.lane == 0) {
       const int owners = owners_of(own, ignore);
-      s.factor[p.slot] =
-          factors_of(q, item.row, x, label, item.scale, owners, over_divisor, by);
+      const AllFactors f = factors_of(q, item.row, x, label, scales, owners, over_divisor, by);
+      s.factor[p.slot] = f.own;
+      if constexpr (HAS_TEACHER) s.teacher_factor[p.slot] = f.teacher;
       s.factor[p.slot].is_plain = count == item.valid - (item.target >= 0);
       arrive(&s.ready[p.slot]);  // I4, I9
-      if (!HAS_ROWS && item.piece == 0) solved = solve(x, logit, item.scale);
+      if (!HAS_ROWS && item.piece == 0) solved = solve(x, logit, scales);
       if (item.piece == 0) finish(q, item, x, logit, owners, solved, by);
     }
     __syncwarp();  // none: the lanes converge
@@ -316,31 +368,33 @@ DEVICE void merge(const Params& q, Program& p) {
 DEVICE void write_gradient(const Params& q, const Program& p, const Item& item, int begin,
                            int end) {
   u16* columns = p.columns(q);
-  const u32 base = shared_address(columns);
-  const Factors f = p.s.factor[p.slot];
-  auto two = [&](u32 u, bool is_plain, bool all_near) {
-    return rounded(gradient_of(f, low(u), q.before, is_plain, all_near),
-                   gradient_of(f, high(u), q.before, is_plain, all_near));
+  const Place at = p.place(q);
+  const AllFactors f = {p.s.factor[p.slot],
+                        HAS_TEACHER ? p.s.teacher_factor[p.slot] : TeacherFactors()};
+  auto two = [&](u32 u, u32 t, bool is_plain, bool all_near) {
+    return rounded(gradient_of(f, low(u), low(t), q.before, is_plain, all_near),
+                   gradient_of(f, high(u), high(t), q.before, is_plain, all_near));
   };
-  auto eight = [&](const uint4& r, bool is_plain, bool all_near) {
-    return make_uint4(two(r.x, is_plain, all_near), two(r.y, is_plain, all_near),
-                      two(r.z, is_plain, all_near), two(r.w, is_plain, all_near));
+  auto eight = [&](const uint4& r, const uint4& t, bool is_plain, bool all_near) {
+    return make_uint4(two(r.x, t.x, is_plain, all_near), two(r.y, t.y, is_plain, all_near),
+                      two(r.z, t.z, is_plain, all_near), two(r.w, t.w, is_plain, all_near));
   };
   if (!item.ignored) {
-    each_vector(base, begin, end, p.lane, q.before, [&](int v, const uint4& r, bool all_near) {
-      const uint4 x = f.is_plain ? eight(r, true, all_near) : eight(r, false, all_near);
-      st_shared_v4(base + v * 16, x);
+    each_vector(at.own, begin, end, p.lane, q.before, [&](int v, const uint4& r, bool all_near) {
+      const uint4 t = of_teacher(at, v);
+      const uint4 x = f.own.is_plain ? eight(r, t, true, all_near) : eight(r, t, false, all_near);
+      st_shared_v4(at.own + v * 16, x);
     });
   } else {
     for (int v = begin + p.lane; v < end; v += 32) {
-      st_shared_v4(base + v * 16, make_uint4(0, 0, 0, 0));
+      st_shared_v4(at.own + v * 16, make_uint4(0, 0, 0, 0));
     }
   }
   __syncwarp();  // I4: other lanes wrote these columns
   for (int c = max(item.valid, 8 * begin) + p.lane; c < 8 * end; c += 32) columns[c] = 0;
   __syncwarp();  // I4
   if (p.lane == 0 && item.target >= 8 * begin && item.target < 8 * end && !item.ignored) {
-    columns[item.target] = (u16)rounded(f.label, 0.f);
+    columns[item.target] = (u16)rounded(f.own.label, 0.f);
   }
 }
 

@@ -140,6 +140,12 @@ class RowFunction(NamedTuple):
     has_entropy: bool  # whether a derivative by the entropy is not 0
 
 
+class TeacherOfToken(NamedTuple):
+    """What a row function knows of a `Teacher`: its input of that name."""
+
+    student_temperature_or_default: torch.Tensor
+
+
 class _NotArithmetic(Exception):
     """A term is more than arithmetic on a token's numbers."""
 
@@ -152,7 +158,8 @@ def row_function(terms, vocab_size: int = 0) -> RowFunction | None:
         return None
     from torch.fx.experimental.proxy_tensor import make_fx  # which loads much
 
-    inputs = tuple(dict.fromkeys(name for term in terms for name in term.inputs))
+    functions = [term for term in terms if not isinstance(term.function, StatisticValue)]
+    inputs = tuple(dict.fromkeys(name for term in functions for name in term.inputs))
     if len(inputs) > MOST_INPUTS:
         return None
     used: list[bool] = []
@@ -163,10 +170,9 @@ def row_function(terms, vocab_size: int = 0) -> RowFunction | None:
             absent = VocabStatistics._make([None] * len(VocabStatistics._fields))
             stats = absent._replace(vocab_size=vocab_size, **dict(zip(STATISTICS, known)))
             given, weights = dict(zip(inputs, rows[len(STATISTICS) :])), rows[-len(terms) :]
-            values = [
-                term.function(stats, **{name: given[name] for name in term.inputs})
-                for term in terms
-            ]
+            if "teacher" in given:
+                given["teacher"] = TeacherOfToken(given["teacher"])
+            values = [_value(term, stats, given) for term in terms]
             total = torch.zeros_like(known[0])
             for weight, value in zip(weights, values):
                 total = total + weight * value
@@ -186,6 +192,13 @@ def row_function(terms, vocab_size: int = 0) -> RowFunction | None:
     except (_NotArithmetic, TypeError, AttributeError, RuntimeError, ValueError):
         return None
     return RowFunction(source, len(terms), inputs, used[SLOPES.index("entropy")])
+
+
+def _value(term, stats: VocabStatistics, given: dict[str, torch.Tensor]) -> torch.Tensor:
+    """A term's value of each token. A statistic is one whatever the term's inputs are."""
+    if isinstance(term.function, StatisticValue):
+        return term.function(stats)
+    return term.function(stats, **{name: given[name] for name in term.inputs})
 
 
 @contextlib.contextmanager

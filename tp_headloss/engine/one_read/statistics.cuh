@@ -8,7 +8,8 @@
 
 // Statistics are those of z = scale * value, and scale > 0 is one number for each row. A value is
 // the logit as it is in memory, or with a softcap tanh(before * logit). Maxima and totals are those
-// of values: so differences of logits are exact, and only these are scaled.
+// of values: so differences of logits are exact, and only these are scaled. A teacher's logits u
+// are its scale times what is in memory, likewise. See `Scales`.
 
 // Sums over some columns of a row, without the label's. The name before a colon is that of the
 // statistic which has the field, and leaves it alone where nobody wants it.
@@ -19,8 +20,16 @@ struct Node {
   float total;   // Total: of the values above -inf
   int count;     // Total: how many these are
   int index;     // Argmax: lowest id of the maximum; until `post` has looked, the first such leaf
+  // Divergences: the teacher's maximum, sum of q = exp(u - max u), and sum of q (u - z'), with the
+  // label's.
+  float teacher_max, teacher_sum, cross;
+  // And without the label's: sum of p = exp(z' - max z'), sum of p (z' - u).
+  float student_sum, gap;
+  float teacher_logit;  // of the label; 0 where it is not
 };
-DEVICE Node nothing() { return {-INF, 0.f, 0.f, 0.f, 0, NO_INDEX}; }
+DEVICE Node nothing() {
+  return {-INF, 0.f, 0.f, 0.f, 0, NO_INDEX, -INF, 0.f, 0.f, 0.f, 0.f, 0.f};
+}
 DEVICE float finite(float max) { return max == -INF ? 0.f : max; }
 
 // A node's way to another maximum: how far z lies below it, and what that scales sums by.
@@ -41,9 +50,16 @@ DEVICE Base2 base2(float shift, float scale) {
   return {by, at, fmaf(shift, by, -at)};
 }
 
+// The bases of a leaf's student and teacher.
+struct Bases {
+  Base2 z, u;
+  float beside;  // as in `Scales`
+};
+
 // A logit, and power = 2^exponent in the base of its leaf.
 struct Logit {
   float value, exponent, power;
+  float q, p, apart;  // Divergences: powers of teacher and student beside it, u - z'
 };
 // A lane's sums while it reads a leaf, two logits at a time; exponents are those of base 2.
 struct LaneSums {
@@ -51,6 +67,7 @@ struct LaneSums {
   float moment_even, moment_odd;  // Entropy: power * exponent
   float total;                    // Total
   int count;
+  float teacher, cross, student, gap;  // Divergences
 };
 
 // A row's statistics in float64, from its node without the label and the label's value.
@@ -68,6 +85,8 @@ struct Solved {
   double lse, log_prob;
   double mean, entropy;  // Entropy: mean of z - top
   double total, mass;    // Total: over all logits above -inf, and how many these are
+  // Divergences: the largest u; the sum of p, relative to the largest z', and the mean of z' - u.
+  double teacher_top, student_sum, gap, forward_kl, reverse_kl;
 };
 
 // A row's softmax in float32, from which its gradient's factors come; as `Solved`.
@@ -75,33 +94,36 @@ struct Softmax {
   float top, shift;  // values; shift: a finite top
   float label, others, whole;
   float logit;  // the label's value
-  float scale;
+  Scales scales;
   DEVICE float log_sum() const { return logit == top ? log1pf(others) : logf(whole); }
   // How far z of a value lies below the largest.
-  DEVICE float drop(float value) const { return (value - shift) * scale; }
+  DEVICE float drop(float value) const { return (value - shift) * scales.z; }
 };
 
 // d loss / d z = (each + slope * drop) * exp(drop) + flat, where the logit is above -inf and `drop`
-// is that of `Softmax`; that of the label.
+// is that of `Softmax`; that of the label. Divergences: and p (beside + reverse (z' - u - mean)),
+// and less q * teacher.
 struct Slopes {
   float each, slope, flat, label;
+  float teacher, beside, reverse, mean;
 };
 
 // The steps of an optional statistic. Each hides those that it has; the others do nothing.
 struct Statistic {
   // To a leaf's sums, two logits more. is_plain: none of the leaf is -inf.
   DEVICE static void add(LaneSums&, Logit, Logit, bool is_plain) {}
-  // Not finite where a leaf is not plain.
+  // Not finite where a leaf is not plain; then `add` does more.
   DEVICE static float magnitude(const LaneSums&) { return 0.f; }
   // The leaf's node from its lanes' sums: begin, add the sums `d` lanes away, end in base e.
   DEVICE static void begin(Node&, const LaneSums&) {}
   DEVICE static void add_lane(Node&, int d) {}
-  DEVICE static void end(Node&, Base2) {}
+  DEVICE static void end(Node&, const Bases&) {}
   // The join of two nodes, and a copy of the node `d` lanes away.
-  DEVICE static void join(Node&, const Node& a, const Node& b, Drop left, Drop right) {}
+  DEVICE static void join(Node&, const Node& a, const Node& b, Drop left, Drop right,
+                          Scales scales) {}
   DEVICE static void copy_lane(Node&, const Node& from, int d) {}
   // A row: its statistic, its part of the gradient, the stores.
-  DEVICE static void solve(Solved&, const Node&, float logit, float scale) {}
+  DEVICE static void solve(Solved&, const Node&, float logit, Scales scales) {}
   DEVICE static void differentiate(
       Slopes&, const Params&, const Row&, const Node&, const Softmax&, float factor) {}
   // settle(value): 0 where the token is ignored, NaN where something is bad.
@@ -124,22 +146,23 @@ struct Entropy : Statistic {
     x.moment = from.moment_even + from.moment_odd;
   }
   DEVICE static void add_lane(Node& x, int d) { x.moment += __shfl_xor_sync(~0u, x.moment, d); }
-  DEVICE static void end(Node& x, Base2 base) {
-    x.moment = LN2 * (x.moment - base.rest * x.sum) * ex2(-base.rest);
+  DEVICE static void end(Node& x, const Bases& bases) {
+    const float rest = bases.z.rest;
+    x.moment = LN2 * (x.moment - rest * x.sum) * ex2(-rest);
   }
 
   DEVICE static float moved(const Node& x, Drop way) {
     const float drop = fmaxf(way.drop, LOWEST_DROP);
     return __fmul_rn(way.factor, __fadd_rn(x.moment, __fmul_rn(drop, x.sum)));
   }
-  DEVICE static void join(Node& x, const Node& a, const Node& b, Drop left, Drop right) {
+  DEVICE static void join(Node& x, const Node& a, const Node& b, Drop left, Drop right, Scales) {
     x.moment = __fadd_rn(moved(a, left), moved(b, right));
   }
   DEVICE static void copy_lane(Node& x, const Node& from, int d) {
     x.moment = __shfl_xor_sync(~0u, from.moment, d);
   }
 
-  DEVICE static void solve(Solved& r, const Node& x, float, float) {
+  DEVICE static void solve(Solved& r, const Node& x, float, Scales) {
     const double drop = x.max == -INF ? 0.0 : r.max - r.top;
     const double others = (r.is_top ? r.smaller : 1.0) * (x.moment + drop * x.sum);
     const double label = r.label == 0.0 ? 0.0 : r.label * r.offset;
@@ -186,9 +209,9 @@ struct Total : Statistic {
     x.count = from.count;
   }
   DEVICE static void add_lane(Node& x, int d) { x.total += __shfl_xor_sync(~0u, x.total, d); }
-  DEVICE static void end(Node& x, Base2) { x.count = __reduce_add_sync(~0u, x.count); }
+  DEVICE static void end(Node& x, const Bases&) { x.count = __reduce_add_sync(~0u, x.count); }
 
-  DEVICE static void join(Node& x, const Node& a, const Node& b, Drop, Drop) {
+  DEVICE static void join(Node& x, const Node& a, const Node& b, Drop, Drop, Scales) {
     x.total = __fadd_rn(a.total, b.total);
     x.count = a.count + b.count;
   }
@@ -197,9 +220,9 @@ struct Total : Statistic {
     x.count = __shfl_xor_sync(~0u, from.count, d);
   }
 
-  DEVICE static void solve(Solved& r, const Node& x, float logit, float scale) {
+  DEVICE static void solve(Solved& r, const Node& x, float logit, Scales scales) {
     const bool is_lonely = logit == -INF;
-    r.total = scale * (x.total + (is_lonely ? 0.0 : (double)logit));
+    r.total = scales.z * (x.total + (is_lonely ? 0.0 : (double)logit));
     r.mass = x.count + !is_lonely;
   }
   DEVICE static void differentiate(Slopes& g, const Params& q, const Row& row, const Node& x,
@@ -207,7 +230,7 @@ struct Total : Statistic {
     const bool is_lonely = softmax.logit == -INF;
     float by = q.total_factor;
     if (q.total_square != 0.f) {
-      by += q.total_square * (softmax.scale * (x.total + (is_lonely ? 0.f : softmax.logit)));
+      by += q.total_square * (softmax.scales.z * (x.total + (is_lonely ? 0.f : softmax.logit)));
     }
     if constexpr (HAS_ROWS) by += row.by[3];
     g.flat = by * factor;
@@ -223,7 +246,7 @@ struct Total : Statistic {
 
 // The lowest id of the largest logit, and whether that is the label.
 struct Argmax : Statistic {
-  DEVICE static void join(Node& x, const Node& a, const Node& b, Drop, Drop) {
+  DEVICE static void join(Node& x, const Node& a, const Node& b, Drop, Drop, Scales) {
     x.index = a.max > b.max ? a.index : b.max > a.max ? b.index : min(a.index, b.index);
   }
   DEVICE static void copy_lane(Node& x, const Node& from, int d) {
@@ -239,6 +262,178 @@ struct Argmax : Statistic {
   }
 };
 
+// KL(q || p) and KL(p || q) of a teacher's probabilities q and the student's p beside it: the means
+// of u - z' by q and of z' - u by p, and the difference of both logarithms of sums. Where q or p is
+// 0 nothing is added, whatever the other is.
+struct Divergences : Statistic {
+  DEVICE static float weighed(float power, float apart, bool is_plain) {
+    return !is_plain && power == 0.f ? 0.f : power * apart;
+  }
+  DEVICE static void add_one(LaneSums& x, Logit a, bool is_plain) {
+    x.teacher += a.q;
+    if constexpr (WANTS_FORWARD_KL) x.cross += weighed(a.q, a.apart, is_plain);
+    if constexpr (IS_TEMPERED) x.student += a.p;
+    if constexpr (WANTS_REVERSE_KL) x.gap -= weighed(a.p, a.apart, is_plain);
+  }
+  DEVICE static void add(LaneSums& x, Logit a, Logit b, bool is_plain) {
+    add_one(x, a, is_plain);
+    add_one(x, b, is_plain);
+  }
+  DEVICE static float magnitude(const LaneSums& x) { return fabsf(x.cross) + fabsf(x.gap); }
+
+  DEVICE static void begin(Node& x, const LaneSums& from) {
+    x.teacher_sum = from.teacher;
+    x.cross = from.cross;
+    x.student_sum = from.student;
+    x.gap = from.gap;
+  }
+  DEVICE static void add_lane(Node& x, int d) {
+    x.teacher_sum += __shfl_xor_sync(~0u, x.teacher_sum, d);
+    if constexpr (WANTS_FORWARD_KL) x.cross += __shfl_xor_sync(~0u, x.cross, d);
+    if constexpr (IS_TEMPERED) x.student_sum += __shfl_xor_sync(~0u, x.student_sum, d);
+    if constexpr (WANTS_REVERSE_KL) x.gap += __shfl_xor_sync(~0u, x.gap, d);
+  }
+  DEVICE static void end(Node& x, const Bases& bases) {
+    const float of_teacher = ex2(-bases.u.rest), of_student = ex2(-bases.beside * bases.z.rest);
+    x.teacher_sum *= of_teacher;
+    x.cross *= of_teacher;
+    x.student_sum *= of_student;
+    x.gap *= of_student;
+  }
+
+  // The label alone, which its leaf leaves out.
+  DEVICE static Node label(float value, float teacher, Scales scales) {
+    Node x = nothing();
+    x.teacher_max = x.teacher_logit = teacher;
+    x.teacher_sum = 1.f;  // a join takes none of it where the logit is -inf
+    x.cross = teacher * scales.u - value * scales.z * scales.beside;
+    return x;
+  }
+  DEVICE static float factor_of(float max, float shift, Scales scales) {
+    return ex2(__fmul_rn(__fmul_rn(__fsub_rn(max, shift), scales.u), LOG2E));
+  }
+  // By how much a move scales sums of p.
+  DEVICE static float beside(Drop way, Scales scales) {
+    if constexpr (!IS_TEMPERED) return way.factor;
+    return ex2(__fmul_rn(__fmul_rn(way.drop, scales.beside), LOG2E));
+  }
+  DEVICE static float moved(float factor, float sum) {
+    return factor == 0.f ? 0.f : __fmul_rn(factor, sum);
+  }
+  DEVICE static void join(Node& x, const Node& a, const Node& b, Drop left, Drop right,
+                          Scales scales) {
+    x.teacher_max = fmaxf(a.teacher_max, b.teacher_max);
+    const float shift = finite(x.teacher_max);
+    const float of_a = factor_of(a.teacher_max, shift, scales);
+    const float of_b = factor_of(b.teacher_max, shift, scales);
+    x.teacher_sum = __fadd_rn(__fmul_rn(a.teacher_sum, of_a), __fmul_rn(b.teacher_sum, of_b));
+    if constexpr (WANTS_FORWARD_KL) x.cross = __fadd_rn(moved(of_a, a.cross), moved(of_b, b.cross));
+    if constexpr (HAS_BESIDE) {
+      const float own_a = beside(left, scales), own_b = beside(right, scales);
+      x.student_sum = __fadd_rn(__fmul_rn(a.student_sum, own_a), __fmul_rn(b.student_sum, own_b));
+      x.gap = __fadd_rn(moved(own_a, a.gap), moved(own_b, b.gap));
+      x.teacher_logit = __fadd_rn(a.teacher_logit, b.teacher_logit);
+    }
+  }
+  DEVICE static void copy_lane(Node& x, const Node& from, int d) {
+    x.teacher_max = __shfl_xor_sync(~0u, from.teacher_max, d);
+    x.teacher_sum = __shfl_xor_sync(~0u, from.teacher_sum, d);
+    x.cross = __shfl_xor_sync(~0u, from.cross, d);
+    if constexpr (HAS_BESIDE) {
+      x.student_sum = __shfl_xor_sync(~0u, from.student_sum, d);
+      x.gap = __shfl_xor_sync(~0u, from.gap, d);
+      x.teacher_logit = __shfl_xor_sync(~0u, from.teacher_logit, d);
+    }
+  }
+
+  DEVICE static void solve(Solved& r, const Node& x, float logit, Scales scales) {
+    const double a = IS_TEMPERED ? scales.beside : 1.0;
+    const double factor = x.max == -INF ? 0.0 : exp(a * (r.max - r.top));
+    const double label = logit == -INF ? 0.0 : exp(a * r.offset);
+    r.student_sum = IS_TEMPERED ? x.student_sum * factor + label : r.whole;
+    r.teacher_top = (double)x.teacher_max * scales.u;
+    const double apart = r.teacher_top + log((double)x.teacher_sum) - a * r.top -
+                         log(r.student_sum);
+    const double nothing = x.teacher_sum > 0.f ? 0.0 : NONE;  // it has no probabilities
+    r.forward_kl = fmax(x.cross / (double)x.teacher_sum - apart, 0.0) + nothing;
+    if constexpr (WANTS_REVERSE_KL) {
+      const double of_label = label == 0.0 ? 0.0 : label * (a * r.z - x.teacher_logit * scales.u);
+      r.gap = ((factor == 0.0 ? 0.0 : x.gap * factor) + of_label) / r.student_sum;
+      r.reverse_kl = fmax(r.gap + apart, 0.0) + nothing;
+    }
+  }
+  // In float32, of a row: sum of p and that of the label, relative to the largest z'; the mean of
+  // z' - u; lse of u less that of z'.
+  struct Beside {
+    float whole, label, mean, apart;
+  };
+  DEVICE static Beside beside_of(const Node& x, const Softmax& softmax, float a, float of_label) {
+    const Scales& scales = softmax.scales;
+    Beside r = {softmax.whole, softmax.label, 0.f, 0.f};
+    float factor = ex2(softmax.drop(x.max) * LOG2E);
+    if constexpr (IS_TEMPERED) {
+      factor = ex2(a * softmax.drop(x.max) * LOG2E);
+      r.label = ex2(a * softmax.drop(softmax.logit) * LOG2E);
+      r.whole = x.student_sum * factor + r.label;
+    }
+    if constexpr (WANTS_REVERSE_KL) {
+      r.mean = (moved(factor, x.gap) - moved(r.label, of_label)) / r.whole;
+    }
+    const float log_sum = IS_TEMPERED ? logf(r.whole) : softmax.log_sum();
+    r.apart = x.teacher_max * scales.u + logf(x.teacher_sum) - a * softmax.top * scales.z - log_sum;
+    return r;
+  }
+  DEVICE static void differentiate(Slopes& g, const Params& q, const Row& row, const Node& x,
+                                   const Softmax& softmax, float factor) {
+    const Scales& scales = softmax.scales;
+    const float a = IS_TEMPERED ? scales.beside : 1.f;
+    const float of_label = x.teacher_logit * scales.u - a * softmax.logit * scales.z;  // u - z'
+    const Beside r = beside_of(x, softmax, a, of_label);
+    float forward = 0.f, reverse = 0.f;
+    if constexpr (WANTS_FORWARD_KL) {
+      forward = q.forward_kl_factor;
+      if (q.forward_kl_square != 0.f) {
+        forward += q.forward_kl_square * fmaxf(x.cross / x.teacher_sum - r.apart, 0.f);
+      }
+      if constexpr (HAS_ROWS) forward += row.by[4];
+    }
+    if constexpr (WANTS_REVERSE_KL) {
+      reverse = q.reverse_kl_factor;
+      if (q.reverse_kl_square != 0.f) reverse += q.reverse_kl_square * fmaxf(r.mean + r.apart, 0.f);
+      if constexpr (HAS_ROWS) reverse += row.by[5];
+    }
+    const bool is_wanted = forward != 0.f || reverse != 0.f;
+    if (is_wanted && !(x.teacher_sum > 0.f)) g.each = g.label = NONE;  // it has no probabilities
+    forward *= factor * a;
+    reverse *= factor * a;
+    if constexpr (WANTS_FORWARD_KL) {
+      g.teacher = forward == 0.f ? 0.f : forward / x.teacher_sum;
+      g.beside += forward / r.whole;
+      const float fall = (x.teacher_logit - finite(x.teacher_max)) * scales.u;
+      g.label += forward * (r.label / r.whole) - g.teacher * ex2(fall * LOG2E);
+    }
+    if constexpr (WANTS_REVERSE_KL) {
+      g.reverse = reverse / r.whole;
+      g.mean = r.mean;
+      g.label += moved(reverse * (r.label / r.whole), -of_label - r.mean);
+    }
+  }
+  template <class Settle>
+  DEVICE static void store(const Params& q, const Node& x, float, const Solved& r,
+                           const Settle& settle, const Item& item, bool) {
+    const double nothing = x.teacher_sum > 0.f ? 0.0 : NONE;
+    const double a = IS_TEMPERED ? scales_of(q, item).beside : 1.f;
+    const double own = r.top - (double)(float)r.top;  // the roundings of both shifts
+    const double of_teacher = r.teacher_top - (double)(float)r.teacher_top;
+    if constexpr (WANTS_FORWARD_KL) q.forward_kl[item.row] = settle(r.forward_kl);
+    if constexpr (WANTS_REVERSE_KL) q.reverse_kl[item.row] = settle(r.reverse_kl);
+    q.student_sum[item.row] = settle(r.student_sum * exp(a * own) + nothing);
+    q.teacher_shift[item.row] = settle(r.teacher_top + nothing);
+    q.teacher_sum[item.row] = settle(x.teacher_sum * exp(of_teacher) + nothing);
+    q.gap[item.row] = settle(r.gap + nothing);
+  }
+};
+
 // A step of all statistics that the kernel is compiled with.
 template <class... S> struct All {
   DEVICE static void add(LaneSums& x, Logit a, Logit b, bool is_plain) {
@@ -247,15 +442,16 @@ template <class... S> struct All {
   DEVICE static float magnitude(const LaneSums& x) { return (S::magnitude(x) + ...); }
   DEVICE static void begin(Node& x, const LaneSums& from) { (S::begin(x, from), ...); }
   DEVICE static void add_lane(Node& x, int d) { (S::add_lane(x, d), ...); }
-  DEVICE static void end(Node& x, Base2 base) { (S::end(x, base), ...); }
-  DEVICE static void join(Node& x, const Node& a, const Node& b, Drop left, Drop right) {
-    (S::join(x, a, b, left, right), ...);
+  DEVICE static void end(Node& x, const Bases& bases) { (S::end(x, bases), ...); }
+  DEVICE static void join(Node& x, const Node& a, const Node& b, Drop left, Drop right,
+                          Scales scales) {
+    (S::join(x, a, b, left, right, scales), ...);
   }
   DEVICE static void copy_lane(Node& x, const Node& from, int d) {
     (S::copy_lane(x, from, d), ...);
   }
-  DEVICE static void solve(Solved& r, const Node& x, float logit, float scale) {
-    (S::solve(r, x, logit, scale), ...);
+  DEVICE static void solve(Solved& r, const Node& x, float logit, Scales scales) {
+    (S::solve(r, x, logit, scales), ...);
   }
   DEVICE static void differentiate(Slopes& g, const Params& q, const Row& row, const Node& x,
                                    const Softmax& softmax, float factor) {
@@ -274,4 +470,4 @@ template <class S> struct If<false, S> {
   using Type = Statistic;
 };
 using Optional = All<If<WANTS_ENTROPY, Entropy>::Type, If<WANTS_TOTAL, Total>::Type,
-                     If<WANTS_ARGMAX, Argmax>::Type>;
+                     If<WANTS_ARGMAX, Argmax>::Type, If<HAS_TEACHER, Divergences>::Type>;

@@ -8,14 +8,14 @@ template <class T> DEVICE T add_lanes(T x) {
 }
 
 // The join of the first `lanes` lanes' nodes, in a binary tree.
-DEVICE Node join_lanes(Node x, int lanes, float scale) {
+DEVICE Node join_lanes(Node x, int lanes, Scales scales) {
 #pragma unroll 1
   for (int d = 1; d < lanes; d *= 2) {
     Node y = nothing();
     y.max = __shfl_xor_sync(~0u, x.max, d);
     y.sum = __shfl_xor_sync(~0u, x.sum, d);
     Optional::copy_lane(y, x, d);
-    x = join(x, y, scale);
+    x = join(x, y, scales);
   }
   return x;
 }
@@ -90,39 +90,46 @@ DEVICE void each_vector(u32 base, int begin, int end, int lane, float before, co
   }
 }
 
+// Where an item lies in shared memory: the student's logits, the teacher's.
+struct Place {
+  u32 own, teacher;
+};
+
+// The teacher's vector beside a vector of the student's.
+DEVICE uint4 of_teacher(Place at, int v) {
+  return HAS_TEACHER ? ld_shared_v4(at.teacher + v * 16) : uint4();
+}
+
 // Add a lane's part of the same vectors to its sums. is_plain: no logit is -inf.
-DEVICE void add_vectors(LaneSums& x, u32 base, int begin, int end, int lane, Base2 e, float before,
+DEVICE void add_vectors(LaneSums& x, Place at, int begin, int end, int lane, const Reading& by,
                         bool is_plain) {
-  auto add_two = [&](u32 u, bool all_near) {
-    Logit a, b;
-    a.value = value_and_slope(low(u), before, all_near).value;
-    a.exponent = fmaf(a.value, e.by, -e.at);
-    b.value = value_and_slope(high(u), before, all_near).value;
-    b.exponent = fmaf(b.value, e.by, -e.at);
-    a.power = ex2(a.exponent);
-    b.power = ex2(b.exponent);
+  auto add_two = [&](u32 pair, u32 teacher, bool all_near) {
+    const Logit a = read_logit(low(pair), low(teacher), by, all_near);
+    const Logit b = read_logit(high(pair), high(teacher), by, all_near);
     x.even += a.power;
     x.odd += b.power;
     Optional::add(x, a, b, is_plain);
   };
-  each_vector(base, begin, end, lane, before, [&](int, const uint4& r, bool all_near) {
-    add_two(r.x, all_near), add_two(r.y, all_near), add_two(r.z, all_near), add_two(r.w, all_near);
+  each_vector(at.own, begin, end, lane, by.before, [&](int v, const uint4& r, bool all_near) {
+    const uint4 t = of_teacher(at, v);
+    add_two(r.x, t.x, all_near), add_two(r.y, t.y, all_near);
+    add_two(r.z, t.z, all_near), add_two(r.w, t.w, all_near);
   });
 }
 
-// The node of the vectors from `begin` to `end` in shared memory at `base`, by a warp.
-DEVICE Node leaf(u32 base, int begin, int end, int lane, float before, float scale) {
-  const float max = value_of(leaf_max(base, begin, end, lane), before);
-  const Base2 e = base2(finite(max), scale);
+// The node of the vectors from `begin` to `end` of an item, by a warp.
+DEVICE Node leaf(Place at, int begin, int end, int lane, float before, Scales scales) {
+  Node x = nothing();
+  x.max = value_of(leaf_max(at.own, begin, end, lane), before);
+  if constexpr (HAS_TEACHER) x.teacher_max = leaf_max(at.teacher, begin, end, lane);
+  const Reading by = reading_of(x, before, scales);
   LaneSums sums = {};
-  add_vectors(sums, base, begin, end, lane, e, before, true);
+  add_vectors(sums, at, begin, end, lane, by, true);
   // Very low logits, among them -inf. All lanes at once: `each_vector` needs them all.
   if (__any_sync(~0u, !(Optional::magnitude(sums) < INF))) {
     sums = {};
-    add_vectors(sums, base, begin, end, lane, e, before, false);
+    add_vectors(sums, at, begin, end, lane, by, false);
   }
-  Node x = nothing();
-  x.max = max;
   x.sum = sums.even + sums.odd;
   Optional::begin(x, sums);
   for (int d = 16; d; d /= 2) {  // together, so that none waits for another
@@ -130,7 +137,7 @@ DEVICE Node leaf(u32 base, int begin, int end, int lane, float before, float sca
     Optional::add_lane(x, d);
     x.sum += sum;
   }
-  Optional::end(x, e);
-  x.sum *= ex2(-e.rest);
+  Optional::end(x, by.bases);
+  x.sum *= ex2(-by.bases.z.rest);
   return x;
 }

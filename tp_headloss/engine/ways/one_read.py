@@ -27,10 +27,11 @@ from ..one_read.launch import (
     Upstream,
     columns_of,
     cuts_of,
+    cuts_of_call,
     memory_of,
     obstacle_to_rows,
 )
-from ..one_read.params import FLAGS, RANKS, TERMS, VALUES
+from ..one_read.params import DIVERGENCES, FLAGS, RANKS, TERMS, VALUES
 from ..passes import Reduced
 from ..reductions import FusedReduction
 from ..request import Facts, Request, Tensors, without_gaps
@@ -45,7 +46,7 @@ CAPABILITY, FEWEST, NARROWEST_ALONE, NARROWEST = (9, 0), 1 << 22, 2048, 4096
 NO_REDUCTION = (
     "the triton backend, a reduction over tokens, weights, denominators and inputs without a "
     f"gradient, and terms that are pointwise functions of {list(TERMS)}, as a cross-entropy "
-    "without class weights is"
+    "without class weights is, or a KL to a teacher"
 )
 UNDERFLOWS = (
     "bfloat16 logits beside inplace=True: a float16 gradient that is written for an upstream "
@@ -166,9 +167,7 @@ class OneReadBlocks(NamedTuple):
 
 def has_memory(request: Request) -> bool:
     """Return True if there is a kernel, and memory for the packets of its launches."""
-    chunks = request.facts.chunks
-    cuts = cuts_of(columns_of(request) // chunks, chunks)
-    return memory_of(request, cuts) is not None
+    return memory_of(request, cuts_of_call(request)) is not None
 
 
 def _obstacle_to_speed(request: Request) -> str | None:
@@ -211,15 +210,30 @@ def obstacle_to_loss(
     columns = columns_of(request)
     if x.bias is not None:
         return "logits without a bias"
-    found = _obstacle_of_kind(
-        facts, reduction.plan, reduction.rows is not None, columns
-    ) or obstacle_to_logits(request)
+    found = (
+        _obstacle_of_kind(facts, reduction.plan, reduction.rows is not None, columns)
+        or _obstacle_to_teacher(request)
+        or obstacle_to_logits(request)
+    )
     if found:
         return found
-    others = [tensor for tensor in x._replace(temperatures=None)[2:] if tensor is not None]
+    known = x._replace(temperatures=None, teacher=None, scales=None)
+    others = [tensor for tensor in known[2:] if tensor is not None]
     if request.ways is None and others:
-        return "a call without class weights, a teacher, sets, given ids or ranks"
+        return "a call without class weights, a top-K teacher, sets, given ids or ranks"
     return obstacle_to_rows(x.logits, inplace) if facts.world_size == 1 else None
+
+
+def _obstacle_to_teacher(request: Request) -> str | None:
+    """Return what a call with a teacher lacks; None for calls without."""
+    facts, x = request.facts, request.tensors
+    teacher = x.teacher
+    if teacher is None:
+        return None
+    if teacher.dtype != x.logits.dtype:
+        return f"teacher's logits of the student's dtype, {x.logits.dtype}, got {teacher.dtype}"
+    found = obstacle_to_rows(teacher, False) if facts.world_size == 1 else None
+    return None if found is None else f"a teacher's {found}"
 
 
 @functools.lru_cache(maxsize=1024)
@@ -237,7 +251,7 @@ def _obstacle_of_kind(facts: Facts, plan, in_rows: bool, columns: int) -> str | 
         return f"a positive scale, got {facts.scale}"
     if columns % COLUMNS:
         return f"equal shards of a multiple of 8 ids, got {facts.vocab_size} ids on {facts.world_size} ranks"
-    cuts = cuts_of(columns // facts.chunks, facts.chunks)
+    cuts = cuts_of(columns // facts.chunks, facts.chunks, not {*facts.want}.isdisjoint(DIVERGENCES))
     if cuts.pieces * facts.world_size > PACKETS or facts.world_size > RANKS or cuts.slots < 4:
         return f"a smaller vocabulary, got {facts.vocab_size} ids"
     if facts.world_size > 1 and facts.transport not in ("auto", "symm_mem"):
