@@ -28,6 +28,7 @@ peak above the inputs, after a warm-up.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import sys
@@ -48,6 +49,7 @@ IGNORED = -100
 CHECKED_ROWS = 16
 TOP_K = 64
 SOFTCAP = 30.0
+TEACHERS_TEMPERATURE = 2.0
 # logits; our torch backend works in blocks of 2^19, thousands of launches on more
 SMALL_ENOUGH_FOR_EAGER = 1 << 26
 # Relative errors of the loss and (L2) of the gradient that still count as right. Ours may add
@@ -82,8 +84,11 @@ def head(*terms, metrics=(), inputs=lambda extras: extras):
     return ours
 
 
-def distillation(*terms):
-    return head(*terms, inputs=lambda extras: {"teacher": hl.Teacher(extras["teacher"])})
+def distillation(*terms, temperature=1.0):
+    def teacher(extras):
+        return {"teacher": hl.Teacher(extras["teacher"], temperature)}
+
+    return head(*terms, inputs=teacher)
 
 
 def topk_distillation(support):
@@ -243,9 +248,11 @@ def divergence_reference(divergence):
     return reference
 
 
-def ce_kl_reference(z, labels, teacher):
-    log_p, log_q = z.log_softmax(-1), teacher.to(z.dtype).log_softmax(-1)
-    return (F.nll_loss(log_p, labels) + KL_WEIGHT * valid_mean(forward_kl(log_p, log_q), labels),)
+def ce_kl_reference(z, labels, teacher, temperature=1.0):
+    log_p = (z / temperature).log_softmax(-1)
+    log_q = (teacher.to(z.dtype) / temperature).log_softmax(-1)
+    divergence = temperature**2 * valid_mean(forward_kl(log_p, log_q), labels)
+    return (F.nll_loss(z.log_softmax(-1), labels) + KL_WEIGHT * divergence,)
 
 
 def tail(log_probs):
@@ -384,6 +391,16 @@ TASKS = [
         ce_kl_reference,
         teacher=True,
     ),
+    Task(
+        "ce+kl, temperature",
+        distillation(
+            hl.CrossEntropy(),
+            hl.Distillation(KL_WEIGHT, temperature_squared=True),
+            temperature=TEACHERS_TEMPERATURE,
+        ),
+        functools.partial(ce_kl_reference, temperature=TEACHERS_TEMPERATURE),
+        teacher=True,
+    ),
     Task("kl", distillation(hl.Distillation()), divergence_reference(forward_kl), teacher=True),
     Task(
         "reverse_kl",
@@ -462,6 +479,10 @@ def implementations(task, shard, device) -> list[Implementation]:
         *[task.name for task in TASKS[:7]],
         "clip+kl+entropy",
         "rl",
+        "kl",
+        "ce+kl",
+        "ce+kl, temperature",
+        "reverse_kl",
     ):
         options["ours, two launches"] = hl.Options(gradient="backward")
         options["ours, one read"] = hl.Options(gradient="forward")

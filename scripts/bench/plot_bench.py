@@ -34,6 +34,7 @@ TASKS = {  # as bench.py calls them -> as the pictures do
     "log_prob+entropy": "log-prob and entropy", "grpo": "cross-entropy, z-loss, clipped policy gradient",
     "rl": "clipped policy gradient, KL, entropy; 29 metrics", "user": "cross-entropy, a focal loss in PyTorch",
     "kl": "forward KL to a teacher", "reverse_kl": "reverse KL to a teacher", "ce+kl": "cross-entropy, forward KL",
+    "ce+kl, temperature": "cross-entropy, forward KL at a temperature of 2",
     "jsd": "Jensen-Shannon divergence to a teacher", "ce+topk": "cross-entropy, top-K teacher, whole vocabulary",
     "ce+topk, renorm": "cross-entropy, top-K teacher, its entries",
     "ce+topk, tail": "cross-entropy, top-K teacher and its tail",
