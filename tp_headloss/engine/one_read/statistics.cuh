@@ -72,6 +72,7 @@ struct LaneSums {
 
 // A row's statistics in float64, from its node without the label and the label's value.
 struct Solved {
+  bool is_exact;   // or divergences are those of float32, which takes less time
   double max;      // the largest z without the label's
   double z;        // the label's
   double top;      // the larger of the two
@@ -99,6 +100,7 @@ struct Softmax {
   // How far z of a value lies below the largest.
   DEVICE float drop(float value) const { return (value - shift) * scales.z; }
 };
+DEVICE Softmax softmax_of(const Node& x, float logit, Scales scales);
 
 // d loss / d z = (each + slope * drop) * exp(drop) + flat, where the logit is above -inf and `drop`
 // is that of `Softmax`; that of the label. Divergences: and p (beside + reverse (z' - u - mean)),
@@ -346,7 +348,41 @@ struct Divergences : Statistic {
     }
   }
 
+  // u - z' of the label.
+  DEVICE static float of_label(const Node& x, float logit, Scales scales) {
+    const float a = IS_TEMPERED ? scales.beside : 1.f;
+    return x.teacher_logit * scales.u - a * logit * scales.z;
+  }
+  // In float32, of a row: sum of p and that of the label, relative to the largest z'; the mean of
+  // z' - u; lse of u less that of z'.
+  struct Beside {
+    float whole, label, mean, apart;
+  };
+  DEVICE static Beside beside_of(const Node& x, const Softmax& softmax) {
+    const Scales& scales = softmax.scales;
+    const float a = IS_TEMPERED ? scales.beside : 1.f;
+    Beside r = {softmax.whole, softmax.label, 0.f, 0.f};
+    float factor = ex2(softmax.drop(x.max) * LOG2E);
+    if constexpr (IS_TEMPERED) {
+      factor = ex2(a * softmax.drop(x.max) * LOG2E);
+      r.label = ex2(a * softmax.drop(softmax.logit) * LOG2E);
+      r.whole = x.student_sum * factor + r.label;
+    }
+    if constexpr (WANTS_REVERSE_KL) {
+      const float label = moved(r.label, of_label(x, softmax.logit, scales));
+      r.mean = (moved(factor, x.gap) - label) / r.whole;
+    }
+    const float log_sum = IS_TEMPERED ? logf(r.whole) : softmax.log_sum();
+    r.apart = x.teacher_max * scales.u + logf(x.teacher_sum) - a * softmax.top * scales.z - log_sum;
+    return r;
+  }
   DEVICE static void solve(Solved& r, const Node& x, float logit, Scales scales) {
+    if (!r.is_exact) {
+      const Beside b = beside_of(x, softmax_of(x, logit, scales));
+      r.forward_kl = fmaxf(x.cross / x.teacher_sum - b.apart, 0.f);
+      r.reverse_kl = fmaxf(b.mean + b.apart, 0.f);
+      return;
+    }
     const double a = IS_TEMPERED ? scales.beside : 1.0;
     const double factor = x.max == -INF ? 0.0 : exp(a * (r.max - r.top));
     const double label = logit == -INF ? 0.0 : exp(a * r.offset);
@@ -362,33 +398,11 @@ struct Divergences : Statistic {
       r.reverse_kl = fmax(r.gap + apart, 0.0) + nothing;
     }
   }
-  // In float32, of a row: sum of p and that of the label, relative to the largest z'; the mean of
-  // z' - u; lse of u less that of z'.
-  struct Beside {
-    float whole, label, mean, apart;
-  };
-  DEVICE static Beside beside_of(const Node& x, const Softmax& softmax, float a, float of_label) {
-    const Scales& scales = softmax.scales;
-    Beside r = {softmax.whole, softmax.label, 0.f, 0.f};
-    float factor = ex2(softmax.drop(x.max) * LOG2E);
-    if constexpr (IS_TEMPERED) {
-      factor = ex2(a * softmax.drop(x.max) * LOG2E);
-      r.label = ex2(a * softmax.drop(softmax.logit) * LOG2E);
-      r.whole = x.student_sum * factor + r.label;
-    }
-    if constexpr (WANTS_REVERSE_KL) {
-      r.mean = (moved(factor, x.gap) - moved(r.label, of_label)) / r.whole;
-    }
-    const float log_sum = IS_TEMPERED ? logf(r.whole) : softmax.log_sum();
-    r.apart = x.teacher_max * scales.u + logf(x.teacher_sum) - a * softmax.top * scales.z - log_sum;
-    return r;
-  }
   DEVICE static void differentiate(Slopes& g, const Params& q, const Row& row, const Node& x,
                                    const Softmax& softmax, float factor) {
     const Scales& scales = softmax.scales;
     const float a = IS_TEMPERED ? scales.beside : 1.f;
-    const float of_label = x.teacher_logit * scales.u - a * softmax.logit * scales.z;  // u - z'
-    const Beside r = beside_of(x, softmax, a, of_label);
+    const Beside r = beside_of(x, softmax);
     float forward = 0.f, reverse = 0.f;
     if constexpr (WANTS_FORWARD_KL) {
       forward = q.forward_kl_factor;
@@ -415,7 +429,8 @@ struct Divergences : Statistic {
     if constexpr (WANTS_REVERSE_KL) {
       g.reverse = reverse / r.whole;
       g.mean = r.mean;
-      g.label += moved(reverse * (r.label / r.whole), -of_label - r.mean);
+      const float apart = -of_label(x, softmax.logit, scales) - r.mean;
+      g.label += moved(reverse * (r.label / r.whole), apart);
     }
   }
   template <class Settle>

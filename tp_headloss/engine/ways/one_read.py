@@ -42,6 +42,7 @@ ALIGNED = 32  # columns of which a multiple has no gaps between the rows of a bl
 DTYPES = torch.bfloat16, torch.float16
 # of GPUs, logits of a rank, and columns of one rank and of one of several where it was faster
 CAPABILITY, FEWEST, NARROWEST_ALONE, NARROWEST = (9, 0), 1 << 22, 2048, 4096
+FEWEST_OF_TEACHER = 1 << 23  # logits of a rank beside as many of a teacher
 
 NO_REDUCTION = (
     "the triton backend, a reduction over tokens, weights, denominators and inputs without a "
@@ -174,9 +175,10 @@ def _obstacle_to_speed(request: Request) -> str | None:
     """Return the obstacle of a call that is smaller than those that were measured to be faster."""
     rows, columns = request.tensors.logits.shape[0], columns_of(request)
     narrowest = NARROWEST_ALONE if request.facts.world_size == 1 else NARROWEST
+    fewest = FEWEST if request.tensors.teacher is None else FEWEST_OF_TEACHER
     for name, least, got in (
         ("columns", narrowest, columns),
-        ("logits", FEWEST, rows * columns),
+        ("logits", fewest, rows * columns),
     ):
         if got < least:
             measured = "from which it was measured to be faster"
