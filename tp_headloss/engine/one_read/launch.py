@@ -355,8 +355,10 @@ def _launch(request: Request, reduction: FusedReduction, out, upstream: Upstream
     allocated = [*map(torch.empty_like, kind.allocated)]
     forecast = None if upstream.record is None else memory.forecast(upstream.record)
     divisor = denominator if isinstance(denominator, torch.Tensor) else None
-    read = logits, gradient, x.labels, weight, x.temperatures, x.teacher, x.scales
-    read += upstream.given, forecast, divisor
+    read = (
+        *(logits, gradient, x.labels, weight, x.temperatures, x.teacher, x.scales),
+        *(upstream.given, forecast, divisor),
+    )
     calls = [0 if tensor is None else tensor.data_ptr() for tensor in read]
     params = kind.argument(memory, calls, allocated, [x.data_ptr() for x in inputs])
     # in turn, because each launch takes all multiprocessors, and waits there
