@@ -54,7 +54,9 @@ def _sharded(group, device, vocab_size, metrics=(), transposed=False, kind="plai
         given = {"transform": hl.Transform(softcap=9.0, temperature=temperature)}
         x = x.half()
     if kind == "teacher":
-        _, teacher = _shard(group, teacher_beside(logits), vocab_size)
+        whole = teacher_beside(logits)
+        whole[2] = logits[3]  # of which none is -inf: a reverse KL would be infinite
+        _, teacher = _shard(group, whole, vocab_size)
         both = hl.Distillation(0.3), hl.Distillation(0.2, "reverse_kl")
         given = {"terms": (hl.CrossEntropy(0.5), *both)}
         given["inputs"] = {"teacher": hl.Teacher(teacher, temperature=2.0)}

@@ -239,3 +239,13 @@ def test_masks_are_added_and_multiplied_as_bools(of_masks, how, tmp_path):
         ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(out.data_ptr()), 30
     )
     assert torch.allclose(out, in_torch(term, x), equal_nan=True)
+
+
+@pytest.mark.parametrize("bounds", [(math.nan, None), (None, math.nan), (0.0, math.nan)])
+def test_a_bound_that_is_nan_is_left_to_torch(bounds):
+    """Its meaning differs between versions."""
+    low, high = bounds
+    assert (
+        row_function([Term("own", lambda stats: stats.lse.clamp(low, high), pointwise=True)])
+        is None
+    )

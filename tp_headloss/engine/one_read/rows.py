@@ -257,6 +257,8 @@ def _expression(node, names: dict, kinds: dict) -> tuple[str, str]:
     dtype = keywords.pop("dtype", None)
     if name.startswith("clamp."):
         name, operands = _clamp(name, operands)
+    if name.startswith("clamp") and any(isinstance(x, float) and x != x for x in operands):
+        raise _NotArithmetic(node.target)  # versions of torch differ
     found = "".join(_kind(x, kinds) for x in operands)
     if name == "pow.Tensor_Scalar" and found == "fn":
         expression, result = POWERS.get(operands[1]), FLOAT
