@@ -123,9 +123,8 @@ DEVICE Packet packet_of(const Node& x, u32 logit, u32 tag, u32 flags) {
 // -- A row ----------------------------------------------------------------------------------------
 
 // A row's statistics, each rounded once by whoever stores it; as in `softmax_triton`.
-DEVICE Solved solve(Node x, float logit, Scales scales, bool is_exact = true) {
+DEVICE Solved solve(Node x, float logit, Scales scales) {
   Solved r = {};
-  r.is_exact = is_exact;
   const double m = (double)x.max * scales.z, y = (double)logit * scales.z;
   const bool is_top = y >= m, lonely = logit == -INF;
   r.max = m;

@@ -345,13 +345,8 @@ DEVICE void merge(const Params& q, Program& p) {
     Solved solved = {};
     Row by = {};
     if constexpr (HAS_ROWS) {
-      solved = solve(x, logit, scales, !HAS_TEACHER);
-      by = row_of(q, solved, given);
-    }
-    Row exact = by;  // what is stored; all programs of a row have the same derivatives
-    if (HAS_ROWS && HAS_TEACHER && item.piece == 0) {
       solved = solve(x, logit, scales);
-      exact = row_of(q, solved, given);
+      by = row_of(q, solved, given);
     }
     if (p.lane == 0) {
       const int owners = owners_of(own, ignore);
@@ -361,7 +356,7 @@ DEVICE void merge(const Params& q, Program& p) {
       s.factor[p.slot].is_plain = count == item.valid - (item.target >= 0);
       arrive(&s.ready[p.slot]);  // I4, I9
       if (!HAS_ROWS && item.piece == 0) solved = solve(x, logit, scales);
-      if (item.piece == 0) finish(q, item, x, logit, owners, solved, by, exact);
+      if (item.piece == 0) finish(q, item, x, logit, owners, solved, by);
     }
     __syncwarp();  // none: the lanes converge
   }

@@ -72,7 +72,6 @@ struct LaneSums {
 
 // A row's statistics in float64, from its node without the label and the label's value.
 struct Solved {
-  bool is_exact;   // or divergences are those of float32, which takes less time
   double max;      // the largest z without the label's
   double z;        // the label's
   double top;      // the larger of the two
@@ -100,7 +99,6 @@ struct Softmax {
   // How far z of a value lies below the largest.
   DEVICE float drop(float value) const { return (value - shift) * scales.z; }
 };
-DEVICE Softmax softmax_of(const Node& x, float logit, Scales scales);
 
 // d loss / d z = (each + slope * drop) * exp(drop) + flat, where the logit is above -inf and `drop`
 // is that of `Softmax`; that of the label. Divergences: and p (beside + reverse (z' - u - mean)),
@@ -377,12 +375,6 @@ struct Divergences : Statistic {
     return r;
   }
   DEVICE static void solve(Solved& r, const Node& x, float logit, Scales scales) {
-    if (!r.is_exact) {
-      const Beside b = beside_of(x, softmax_of(x, logit, scales));
-      r.forward_kl = fmaxf(x.cross / x.teacher_sum - b.apart, 0.f);
-      r.reverse_kl = fmaxf(b.mean + b.apart, 0.f);
-      return;
-    }
     const double a = IS_TEMPERED ? scales.beside : 1.0;
     const double factor = x.max == -INF ? 0.0 : exp(a * (r.max - r.top));
     const double label = logit == -INF ? 0.0 : exp(a * r.offset);

@@ -5,9 +5,9 @@
 // Of a packet's flags on all lanes: 1 if one rank has the label and none ignores the token.
 DEVICE int owners_of(u32 own, u32 ignore) { return __popc(own) + 2 * __popc(ignore); }
 
-// Store the statistics of a row; by, exact: derivatives and values of a row function.
+// Store the statistics of a row; by: of a row function.
 DEVICE void finish(const Params& q, const Item& item, const Node& x, float logit, int owners,
-                   const Solved& r, const Row& by, const Row& exact) {
+                   const Solved& r, const Row& by) {
   const int row = item.row;
   const bool bad = !(r.whole > 0.0) || owners != 1;
   auto settle = [&](double v) { return item.ignored ? 0.f : bad ? NONE : (float)v; };
@@ -24,7 +24,7 @@ DEVICE void finish(const Params& q, const Item& item, const Node& x, float logit
   Optional::store(q, x, logit, r, settle, item, bad);
   if constexpr (HAS_ROWS) {
     float* found = q.found + row;
-    for (int k = 0; k < TERMS; k++) found[(i64)k * q.rows] = settle(exact.value[k]);
+    for (int k = 0; k < TERMS; k++) found[(i64)k * q.rows] = settle(by.value[k]);
     for (int k = 0; k < SLOPES; k++) found[(i64)(TERMS + k) * q.rows] = settle(by.by[k]);
   }
 }
