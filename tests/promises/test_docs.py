@@ -393,3 +393,40 @@ def test_the_tables_of_ways_are_what_the_ways_say():
         found = re.findall(r"^\| (.*?) \| (.*) \|$", section("ways.md", heading), re.M)[1:]
         said = [(way.name, " ".join(way.__doc__.split("\n\n")[0].split())) for way in ways]
         assert found == said
+
+
+def rows_of_table(page: str, columns: list[str]) -> list[list[str]]:
+    """The cells of a page's table with these columns."""
+    start = page.index(f"| | {' | '.join(columns)} |")
+    lines = page[start : page.index("\n\n", start)].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_the_tables_of_others_are_those_of_their_sources():
+    """Each cell has a source and each row a version in docs/comparison.json, and what was timed
+    here has a file of docs/bench with that name and that GPU in it."""
+    comparison = json.loads((ROOT / "docs/comparison.json").read_text())
+    page = (ROOT / "docs/comparison.md").read_text()
+    columns, rows = comparison["columns"], comparison["rows"]
+    cells = {row["name"]: [row["cells"][column]["text"] for column in columns] for row in rows}
+    cells["**tp_headloss**"][columns.index("hosts")] = "[guides](index.md)"
+    assert rows_of_table(page, columns) == [[name, *texts] for name, texts in cells.items()]
+    few = comparison["in_readme"]
+    expected = [
+        [row["name"], *(row["cells"][column]["text"] for column in few)]
+        for row in rows
+        if row["in_readme"]
+    ]
+    assert rows_of_table(README, few) == expected and len(expected) > 8
+    for row in rows:
+        assert all(cell["source"] for cell in row["cells"].values()), row["name"]
+    for row in rows[1:]:
+        assert f"* {row['name']} {row['version']}\n" in page, row["name"]
+        timed = row["cells"]["timed here on"]
+        files = [name for name in timed["source"].split(", ") if name.endswith(".json")]
+        assert bool(files) == (timed["text"] != "–"), row["name"]
+        measured = "".join((ROOT / name).read_text() for name in files)
+        word = row["name"].split()[0].removeprefix("Megatron-").lower()
+        gpus = timed["text"].split(", ") if files else []
+        assert all(found in measured for found in gpus), row["name"]
+        assert not files or f"{word}" in measured.lower(), row["name"]
