@@ -54,7 +54,7 @@ class Reduced(NamedTuple):
     # [] fp64: 1 / what the loss was divided by; [2] of one read, with the upstream gradient that
     # its gradient is for
     inverse: torch.Tensor
-    # [5, N] derivatives of the undivided loss by `one_read.params.TERMS`; None where the loss is a
+    # [6, N] derivatives of the undivided loss by `one_read.params.TERMS`; None where the loss is a
     # sum of statistics
     slopes: torch.Tensor | MaybeNone = None
 

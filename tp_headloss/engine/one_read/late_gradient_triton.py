@@ -25,7 +25,7 @@ class LateGradient:
         weight: torch.Tensor | None,
         strides: tuple[int, ...],
     ):
-        """has_slopes: the loss is a row function's, whose derivatives [5, N] by `TERMS` the forward
+        """has_slopes: the loss is a row function's, whose derivatives [6, N] by `TERMS` the forward
         has found. strides: of the gradient."""
         logits, layout, facts = request.tensors.logits, request.layout, request.facts
         (_, prepared), (n_rows, width) = inputs_of(request), logits.shape

@@ -300,7 +300,7 @@ def statistics_and_gradient(
     """Compute what `merge_packets` and `token_sums` do, and the gradient, in one launch.
 
     Returns [merged rows, values, *flags]; the loss, its sums, [1 / its divisor, the upstream
-    gradient of the loss that the gradient is written for, NaN if it is not], and derivatives [5, N]
+    gradient of the loss that the gradient is written for, NaN if it is not], and derivatives [6, N]
     by `TERMS` of a row function's loss, or None; the gradient [N, width]; how the backward
     completes it (`Late`), or None where the upstream gradient is known.
     """

@@ -266,6 +266,8 @@ struct Argmax : Statistic {
 // of u - z' by q and of z' - u by p, and the difference of both logarithms of sums. Where q or p is
 // 0 nothing is added, whatever the other is.
 struct Divergences : Statistic {
+  // A divergence that rounding has made negative is 0; NaN stays.
+  template <class T> DEVICE static T at_least_0(T x) { return x < (T)0 ? (T)0 : x; }
   DEVICE static float weighed(float power, float apart, bool is_plain) {
     return !is_plain && power == 0.f ? 0.f : power * apart;
   }
@@ -383,11 +385,11 @@ struct Divergences : Statistic {
     const double apart = r.teacher_top + log((double)x.teacher_sum) - a * r.top -
                          log(r.student_sum);
     const double nothing = x.teacher_sum > 0.f ? 0.0 : NONE;  // it has no probabilities
-    r.forward_kl = fmax(x.cross / (double)x.teacher_sum - apart, 0.0) + nothing;
+    r.forward_kl = at_least_0(x.cross / (double)x.teacher_sum - apart) + nothing;
     if constexpr (WANTS_REVERSE_KL) {
       const double of_label = label == 0.0 ? 0.0 : label * (a * r.z - x.teacher_logit * scales.u);
       r.gap = ((factor == 0.0 ? 0.0 : x.gap * factor) + of_label) / r.student_sum;
-      r.reverse_kl = fmax(r.gap + apart, 0.0) + nothing;
+      r.reverse_kl = at_least_0(r.gap + apart) + nothing;
     }
   }
   DEVICE static void differentiate(Slopes& g, const Params& q, const Row& row, const Node& x,
@@ -399,13 +401,13 @@ struct Divergences : Statistic {
     if constexpr (WANTS_FORWARD_KL) {
       forward = q.forward_kl_factor;
       if (q.forward_kl_square != 0.f) {
-        forward += q.forward_kl_square * fmaxf(x.cross / x.teacher_sum - r.apart, 0.f);
+        forward += q.forward_kl_square * at_least_0(x.cross / x.teacher_sum - r.apart);
       }
       if constexpr (HAS_ROWS) forward += row.by[4];
     }
     if constexpr (WANTS_REVERSE_KL) {
       reverse = q.reverse_kl_factor;
-      if (q.reverse_kl_square != 0.f) reverse += q.reverse_kl_square * fmaxf(r.mean + r.apart, 0.f);
+      if (q.reverse_kl_square != 0.f) reverse += q.reverse_kl_square * at_least_0(r.mean + r.apart);
       if constexpr (HAS_ROWS) reverse += row.by[5];
     }
     const bool is_wanted = forward != 0.f || reverse != 0.f;
