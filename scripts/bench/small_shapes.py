@@ -91,7 +91,12 @@ def linear(labels, width, dtype, hidden=32):
         hl.HeadLoss(options=TRITON).linear(states, weight, labels, linear=how).loss.backward()
 
 
+def teacher_beside(logits, temperature):
+    return {"teacher": hl.Teacher(torch.randn_like(logits.detach()), temperature)}
+
+
 def one_read(labels):
+    temperatures = torch.rand(len(labels), device=labels.device) + 0.5
     policy = {"advantages": labels.sign().float(), "old_log_prob": -labels.float() / 100}
     for width in (1000, 50304):
         logits = torch.randn(
@@ -102,11 +107,14 @@ def one_read(labels):
             ([hl.CrossEntropy(), hl.Entropy(0.1)], ("accuracy",), None),
             ([hl.PolicyGradient(), hl.Entropy(0.1)], ("accuracy",), policy),
             ([hl.CrossEntropy(label_smoothing=0.1)], ("accuracy", "entropy"), None),
+            ([hl.CrossEntropy(), hl.Distillation()], (), teacher_beside(logits, 1.0)),
+            (OF_TEACHER[0], ("accuracy",), teacher_beside(logits, 2.0)),
         ):
             head = hl.HeadLoss(
                 terms, metrics=metrics, options=hl.Options("triton", gradient="forward")
             )
-            head(logits, labels, inputs=inputs).loss.backward()
+            for transform in (None, hl.Transform(softcap=9.0, temperature=temperatures)):
+                head(logits, labels, transform=transform, inputs=inputs).loss.backward()
 
 
 @triton.jit
