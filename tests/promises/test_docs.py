@@ -424,7 +424,7 @@ def test_the_tables_of_others_are_those_of_their_sources():
         assert f"* {row['name']} {row['version']}\n" in page, row["name"]
         timed = row["cells"]["timed here on"]
         files = [name for name in timed["source"].split(", ") if name.endswith(".json")]
-        assert bool(files) == (timed["text"] != "–"), row["name"]
+        assert bool(files) == timed["text"].startswith("H"), row["name"]
         measured = "".join((ROOT / name).read_text() for name in files)
         word = row["name"].split()[0].removeprefix("Megatron-").lower()
         gpus = timed["text"].split(", ") if files else []

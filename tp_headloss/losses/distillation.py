@@ -63,6 +63,8 @@ def times_temperature_squared(
 
     Source: Hinton, Vinyals, Dean, arXiv:1503.02531, section 2.
     """
+    if isinstance(temperature, torch.Tensor):
+        temperature = temperature.to(values.dtype)  # whose own may not hold the square
     return temperature**2 * values
 
 
