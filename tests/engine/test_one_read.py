@@ -427,10 +427,10 @@ REFUSED = {
         dict(terms=(hl.CrossEntropy(), hl.Term("own", StatisticValue("collision")))),
         "got .*'collision'",
     ),
-    "a metric": (dict(metrics=("rank",)), "no statistics but .* got .'log_prob', 'rank'."),
+    "a metric": (dict(metrics=("rank",)), "no statistics but .* got .'rank'."),
     "many sums": (
         dict(metrics=("lse", "entropy", "accuracy", "log_prob"), terms=(*TERMS, hl.Entropy(0.1))),
-        "at most 6 sums of them, got .*.hits.",
+        "at most 6 sums of terms and metrics, got .*.hits.",
     ),
     "a label's logit": (
         dict(terms=(hl.Term("own", StatisticValue("target_logit")),)),
@@ -464,7 +464,7 @@ REFUSED = {
     ),
     "a teacher of another dtype": (
         dict(terms=(hl.Distillation(),), inputs={"teacher": hl.Teacher(torch.zeros(N, V))}),
-        "teacher's logits of the student's dtype, torch.bfloat16, got torch.float32",
+        "a teacher of the student's dtype, torch.bfloat16, got torch.float32",
     ),
     "a mixture": (
         dict(

@@ -253,7 +253,7 @@ MESSAGES = {
     ),
     "a temperature of 0": (
         lambda: Transform(temperature=0),
-        "in fp32, got 0: greedy is SamplingRule(top_k=1), or argmax",
+        "in fp32, got 0: for 0, which is greedy, SamplingRule(top_k=1) or argmax",
     ),
     "a statistic registered again": (
         lambda: [register_statistic(Own()) for _ in range(2)],

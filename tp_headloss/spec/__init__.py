@@ -86,7 +86,7 @@ Pair: TypeAlias = Annotated[tuple[float, float], TupleOf(IN_FP32, 2)]
 PositivePair: TypeAlias = Annotated[tuple[float, float], TupleOf(POSITIVE, 2)]
 Bounds: TypeAlias = Annotated[tuple[float, float], TupleOf(IN_FP32, 2, ordered=True)]
 Count: TypeAlias = Annotated[int, IntLine(0)]
-GREEDY = ": greedy is SamplingRule(top_k=1), or argmax"
+GREEDY = ": for 0, which is greedy, SamplingRule(top_k=1) or argmax"
 Temperature: TypeAlias = (
     Annotated[float, NumberLine(TINY, 1 / TINY, "positive and finite in fp32", GREEDY)]
     | Annotated[torch.Tensor, TensorLine("real numbers", None, constant=True)]

@@ -80,7 +80,7 @@ class OneRead(Way):
     @staticmethod
     def obstacle(case: Case) -> str | None:
         if case.gradient == "backward":
-            return "another gradient= than 'backward'"
+            return "gradient='auto' or 'forward'"
         if not case.needs_gradient:
             return "logits that require a gradient, and grad mode"
         if case.inplace and case.request.tensors.logits.dtype == torch.float16:
@@ -232,10 +232,10 @@ def _obstacle_to_teacher(request: Request) -> str | None:
     teacher = x.teacher
     if teacher is None:
         return None
-    if teacher.dtype != x.logits.dtype:
-        return f"teacher's logits of the student's dtype, {x.logits.dtype}, got {teacher.dtype}"
+    if teacher.dtype != x.logits.dtype and x.logits.dtype in DTYPES:
+        return f"a teacher of the student's dtype, {x.logits.dtype}, got {teacher.dtype}"
     found = obstacle_to_rows(teacher, False) if facts.world_size == 1 else None
-    return None if found is None else f"a teacher's {found}"
+    return None if found is None else f"a teacher with {found}"
 
 
 @functools.lru_cache(maxsize=1024)
@@ -243,12 +243,15 @@ def _obstacle_of_kind(facts: Facts, plan, in_rows: bool, columns: int) -> str | 
     """`obstacle_to_loss` as far as facts tell it that all ranks share."""
     statistics, n_terms = plan.statistics, len(plan.coefficients)
     terms, summed = statistics[:n_terms], statistics[n_terms * in_rows :]
-    if not in_rows and (len(set(terms)) < n_terms or not set(TERMS).issuperset(terms)):
-        return f"at most one term of each of {list(TERMS)}, got terms of {list(terms)}"
-    others = not (set(FLAGS).issuperset(facts.want) and SUMMED.issuperset(summed))
-    if others or len(statistics) > VALUES:
-        named = dict.fromkeys((*summed, *facts.want))
-        return f"no statistics but {sorted(SUMMED)}, and at most {VALUES} sums of them, got {list(named)}"
+    if not in_rows and not set(TERMS).issuperset(terms):
+        return f"no terms but those of {list(TERMS)}, got terms of {list(terms)}"
+    if not in_rows and len(set(terms)) < n_terms:
+        return f"one term of a statistic, got terms of {list(terms)}"
+    others = [*{*facts.want} - {*FLAGS}, *{*summed} - SUMMED]
+    if others:
+        return f"no statistics but {sorted({*FLAGS} | SUMMED)}, got {sorted({*others})}"
+    if len(statistics) > VALUES:
+        return f"at most {VALUES} sums of terms and metrics, got {list(statistics)}"
     if facts.scale < 0:
         return f"a positive scale, got {facts.scale}"
     if columns % COLUMNS:

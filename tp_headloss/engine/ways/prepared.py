@@ -12,6 +12,17 @@ NO_REDUCTION = (
 )
 
 
+# of tensors of a call that another launch than a prepared one reads
+WORDS = {
+    "teacher": "a teacher",
+    "entries": "a top-K teacher",
+    "bias": "a bias",
+    "column_weight": "class weights",
+    "sets": "sets",
+    "ids": "given ids",
+}
+
+
 class Prepared(Way):
     """One launch for statistics and one for the gradient, 6 bytes for a logit of 2, worked out by
     an earlier call of the kind.
@@ -27,8 +38,11 @@ class Prepared(Way):
         request, reduction = case.request, case.loss.of_statistics
         if reduction is None:
             return NO_REDUCTION
+        found = [word for name, word in WORDS.items() if getattr(request.tensors, name) is not None]
+        if found:
+            return f"a call without {' and '.join(found)}"
         if request.ways is None:
-            return "an earlier call of its kind, whose tensors are all plain, without token weights or a bias"
+            return "a kind of call that is remembered: plain tensors, and no token weights"
         if request.tensors.temperatures is not None:
             return "one temperature of all tokens"
         layout, gradients = request.layout, reduction.plan.gradients
