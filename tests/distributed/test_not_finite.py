@@ -37,6 +37,7 @@ class Problem:
             torch.zeros(N, device=device),
         )
         self.log_probs = torch.full((N, 2), -3.0, device=device)
+        self.temperature = torch.full((N,), 2.0, device=device)
 
     def cut(self, x, dim):
         return x.narrow(dim, self.shard.start, self.shard.valid_width).clone()
@@ -80,6 +81,14 @@ class Problem:
                 [hl.Distillation()],
                 {"inputs": {"teacher": hl.Teacher(self.cut(self.teacher, 1))}},
             )
+        elif way in ("teacher's temperature", "student's temperature"):
+            given = (
+                (self.temperature,) if way == "teacher's temperature" else (1.0, self.temperature)
+            )
+            teacher = hl.Teacher(self.cut(self.teacher, 1), *given)
+            terms, keywords = [hl.Distillation()], {"inputs": {"teacher": teacher}}
+        elif way == "temperature":
+            keywords = {"transform": hl.Transform(temperature=self.temperature)}
         elif way == "entries":
             teacher = hl.TopKTeacher(
                 torch.tensor([[1, 30]] * N, device=self.device), self.log_probs
@@ -106,6 +115,7 @@ def said(what, value, column, rank, such="1 such token"):
     return f"{what} hold{'s' * ('of id' in what)} {value} in column {column} of rank {rank}; {such}"
 
 
+ROW = slice(None)
 # name -> (way of a call, argument, [(row, column, value), ..], message). Rank {r} owns id 27, rank
 # {l} is the last.
 CASES = {
@@ -129,6 +139,22 @@ CASES = {
     ),
     "teacher's weight": (
         "teacher head", "weight", [(27, 1, NAN)], said("weight of the teacher of id 27", "NaN", 1, "{r}", "1 such id"),
+    ),
+    "an empty row": ("loss", "logits", [(2, ROW, -INF)], "logits of token 2 are all -inf; 1 such token"),
+    "empty rows of a teacher": (
+        "teacher", "teacher", [(2, ROW, -INF), (4, ROW, -INF), (5, ROW, -INF)],
+        "logits of the teacher of token 2 are all -inf; 2 such tokens",
+    ),
+    "temperature": (
+        "temperature", "temperature", [(3, 0.0)], "temperature of token 3 must be positive and finite; 1 such token",
+    ),
+    "teacher's temperature": (
+        "teacher's temperature", "temperature", [(3, -1.0)],
+        "temperature of the teacher of token 3 must be positive and finite; 1 such token",
+    ),
+    "student's temperature": (
+        "student's temperature", "temperature", [(3, NAN)],
+        "student_temperature or temperature of token 3 must be positive and finite; 1 such token",
     ),
     "input": (
         "reference", "reference", [(3, NAN), (4, NAN)],

@@ -89,7 +89,8 @@ class Options:
             entry of a `TopKTeacher` (an unknown id, or log-probs whose probabilities add up to more
             than 1, as those of logits do), or that names token, column, rank and count of a NaN (or
             an infinity that makes one) in logits, hidden states, weight, bias, teacher, inputs or
-            token weights, on every rank, after a host synchronisation.
+            token weights, or the token of a temperature that is not positive or of logits that are
+            all -inf, on every rank, after a host synchronisation.
         validate: "metadata" looks at what this rank can see, "full" has the ranks of the group
             compare their calls first, so that a mistake on one is the same exception on all (eager
             only; for debugging); "checksums" is "full" and compares the bits of replicated hidden

@@ -41,8 +41,9 @@ def expect_known(
 ):
     """Raise ValueError, equal on all ranks of the group, if statistics of valid tokens are NaN.
 
-    The error names the argument that holds NaN, or an infinity that makes NaN. Ranks exchange only
-    if there is one: equal statistics tell all of them.
+    The error names the argument that holds NaN, an infinity that makes NaN, nothing above -inf, or
+    a temperature that is not positive. Ranks exchange only if there is one: equal statistics tell
+    all of them.
 
     Args:
         outputs: statistics [..] by name.
@@ -57,12 +58,49 @@ def expect_known(
         return
     here = dict(_not_finite(request, unknown, operands))
     _refuse_found([here] if group is None else gather_objects(here, group), overwritten)
+    _refuse_rows(request, unknown, overwritten or bool(operands))
     tokens = (unknown & outputs["lse"].isnan()).flatten().nonzero().flatten().tolist()
     if operands and tokens and request.tensors.temperatures is None:
         raise ValueError(
             f"logits of token {tokens[0]} are beyond {request.tensors.logits.dtype}, from finite "
             f"hidden states and weight; {_such(len(tokens), 'token')}"
         )
+
+
+def _refuse_rows(request: Request, unknown: torch.Tensor, are_gone: bool):
+    """Raise ValueError, equal on all ranks, for temperatures that are not positive, and for rows
+    with nothing above -inf, of tokens that are True in `unknown` [..].
+
+    are_gone: there are no logits to look at.
+    """
+    x, width = request.tensors, request.facts.valid_width
+    numbers = torch.arange(unknown.numel(), device=unknown.device).view(unknown.shape)
+    token = request.order.flatten(numbers)
+    counts = unknown.flatten()[token]
+    of_teacher, of_student = (None, None) if x.scales is None else x.scales.unbind(0)
+    temperatures = {
+        "temperature": x.temperatures,
+        "temperature of the teacher": of_teacher,
+        "student_temperature or temperature": of_student,
+    }
+    for name, values in temperatures.items():  # NaN where they are not positive
+        if values is not None:
+            _refuse_tokens(
+                f"{name} of", "must be positive and finite", values.isnan(), counts, token
+            )
+    logits = {"logits of": None if are_gone else x.logits, "logits of the teacher of": x.teacher}
+    for name, columns in logits.items():
+        if columns is not None:
+            some = (columns[:, :width] > -math.inf).any(1).double()
+            is_empty = sum_over_ranks(some, request.shard.group) == 0
+            _refuse_tokens(name, "are all -inf", is_empty, counts, token)
+
+
+def _refuse_tokens(name: str, wrong: str, bad: torch.Tensor, counts: torch.Tensor, token):
+    """Raise ValueError about the first of some rows [N], by their tokens' flat indices [N]."""
+    found = token[bad & counts].tolist()
+    if found:
+        raise ValueError(f"{name} token {min(found)} {wrong}; {_such(len(found), 'token')}")
 
 
 class _Found(NamedTuple):
