@@ -15,7 +15,13 @@ checks=()
 for check in "bash scripts/docs.sh" "$python -m mypy" "$python -m pyright --pythonpath $python"; do
     nice $check >"$logs/${#checks[@]}" 2>&1 & checks+=("$!:$check")
 done
+# In a new clone Python compiles torch and the tests here, once, and not in each worker at the same time.
+collected=
+if [ ! -d tests/__pycache__ ]; then
+    $python -m pytest --collect-only -q tests >/dev/null & collected=$!
+fi
 bash scripts/hosts.sh  # mostly waits for downloads
+[ -z "$collected" ] || wait "$collected" || true  # what cannot be collected fails below
 
 # A worker has its own ranks and fixtures, so that whole files go to one of them; four for two cores, because
 # ranks wait for each other and for timeouts.

@@ -51,36 +51,15 @@ def pytest_configure(config):
 # Long files, those that take most time of a processor first, so that no worker is left alone with
 # one of them.
 LONG = [
-    "test_structure",
-    "test_trainers",
-    "test_generated",
-    "test_training",
-    "test_megatron",
-    "test_compile",
-]
-LONG += [
-    "test_transformers",
-    "test_topk_distillation",
-    "test_reduction",
-    "test_distill_launch",
-    "test_verl_engine",
-]
-LONG += ["test_teacher_head", "test_accuracy", "test_deepspeed", "test_sharding", "test_sampling"]
-LONG += [
-    "test_bad_inputs",
-    "test_torchtitan",
-    "test_prepared",
-    "test_nemo_automodel",
-    "test_bench",
-    "test_grpo",
-]
-LONG += [
-    "test_distillation",
-    "test_bad_inputs_triton",
-    "test_epilogue",
-    "test_package",
-    "test_at_ids_beside",
-]
+    "test_structure", "test_hosts_gpu", "test_trainers", "test_generated", "test_training",
+    "test_compile", "test_wrapping", "test_transformers", "test_megatron", "test_topk_distillation",
+    "test_verl_engine", "test_distill_launch", "test_late_gradient", "test_bad_inputs",
+    "test_accuracy", "test_deepspeed", "test_faults", "test_sampling", "test_torchtitan",
+    "test_row_function_generated", "test_reduction", "test_module", "test_nemo_automodel",
+    "test_sharding", "test_at_ids_beside", "test_grpo", "test_autograd", "test_bad_inputs_triton",
+    "test_teacher_head", "test_package", "test_bench", "test_examples", "test_epilogue",
+    "test_plan", "test_export", "test_prepared",
+]  # fmt: skip
 
 
 def pytest_addoption(parser):

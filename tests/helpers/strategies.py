@@ -6,6 +6,7 @@ the same ones.
 """
 
 import ast
+import functools
 from typing import NamedTuple
 
 from hypothesis import strategies as st
@@ -28,6 +29,7 @@ TOPK_DIVERGENCES = tuple(
     (d, o) for d in ("forward_kl", "reverse_kl", "jsd") for o in ("topk", "vocabulary", "tail")
 )
 OBJECTIVES = ("reinforce", "clip", "dual clip", "cispo", "sapo")
+BOOLEANS = st.booleans()
 
 
 class Case(NamedTuple):
@@ -76,23 +78,42 @@ def parse_case(text: str) -> Case:
     return Case(**{field.arg: ast.literal_eval(field.value) for field in fields})
 
 
-def subsets(values, **kwargs):
-    return st.lists(st.sampled_from(values), unique=True, **kwargs).map(
-        lambda chosen: tuple(sorted(chosen))
-    )
+@functools.lru_cache(maxsize=None, typed=True)
+def _one_of(*values):
+    return st.sampled_from(values)
+
+
+def one_of(values):
+    """A strategy of one of the values. Each is made once: making one takes longer than drawing."""
+    return _one_of(*values)
+
+
+@functools.cache
+def integers(low, high):
+    return st.integers(low, high)
+
+
+@functools.cache
+def _subsets(values, min_size):
+    chosen = st.lists(one_of(values), unique=True, min_size=min_size)
+    return chosen.map(lambda names: tuple(sorted(names)))
+
+
+def subsets(values, min_size=0):
+    return _subsets(tuple(values), min_size)
 
 
 @st.composite
 def shardings(draw, vocab_size, world_size):
     """-> how, cuts, order."""
-    kind = draw(st.sampled_from(["even", "padded", "boundaries", "explicit"]))
-    padded = vocab_size + (0 if kind == "even" else draw(st.integers(0, 9)))
+    kind = draw(one_of(["even", "padded", "boundaries", "explicit"]))
+    padded = vocab_size + (0 if kind == "even" else draw(integers(0, 9)))
     step = -(-padded // world_size)
     cuts = [min(r * step, padded) for r in range(world_size + 1)]
     order = list(range(world_size))
     if kind in ("boundaries", "explicit"):
         inner = draw(
-            st.lists(st.integers(0, padded), min_size=world_size - 1, max_size=world_size - 1)
+            st.lists(integers(0, padded), min_size=world_size - 1, max_size=world_size - 1)
         )
         cuts = [0, *sorted(inner), padded]
     if kind == "explicit":
@@ -103,29 +124,27 @@ def shardings(draw, vocab_size, world_size):
 @st.composite
 def terms_of(draw, teacher, weighted):
     terms = []
-    weights = st.sampled_from([1.0, 0.3, -0.5])
-    if draw(st.booleans()) or not (teacher or weighted):
-        smoothing = draw(st.sampled_from([0.0, 0.0, 0.1, 1.0]))
-        formula = draw(st.sampled_from(["torch", "megatron"]))
+    weights = one_of([1.0, 0.3, -0.5])
+    if draw(BOOLEANS) or not (teacher or weighted):
+        smoothing = draw(one_of([0.0, 0.0, 0.1, 1.0]))
+        formula = draw(one_of(["torch", "megatron"]))
         terms.append(("cross_entropy", draw(weights), (smoothing, formula, weighted)))
     for name in draw(subsets(["z_loss", "entropy"])):
         terms.append((name, draw(weights), None))
-    if draw(st.booleans()):
-        terms.append(("policy", draw(weights), draw(st.sampled_from(OBJECTIVES))))
-    if draw(st.booleans()):
-        terms.append(("kl", draw(weights), draw(st.sampled_from(["k1", "k2", "k3"]))))
+    if draw(BOOLEANS):
+        terms.append(("policy", draw(weights), draw(one_of(OBJECTIVES))))
+    if draw(BOOLEANS):
+        terms.append(("kl", draw(weights), draw(one_of(["k1", "k2", "k3"]))))
     if teacher == "whole":
         terms.append(
             (
                 "distillation",
                 draw(weights),
-                (draw(st.sampled_from(DIVERGENCES)), draw(st.booleans())),
+                (draw(one_of(DIVERGENCES)), draw(BOOLEANS)),
             )
         )
     if teacher == "topk":
-        terms.append(
-            ("topk", draw(weights), (*draw(st.sampled_from(TOPK_DIVERGENCES)), draw(st.booleans())))
-        )
+        terms.append(("topk", draw(weights), (*draw(one_of(TOPK_DIVERGENCES)), draw(BOOLEANS))))
     return tuple(terms or [("z_loss", 1.0, None)])
 
 
@@ -137,41 +156,39 @@ EDITS = (
 
 @st.composite
 def cases(draw, world_size, backend):
-    head = draw(st.booleans())
-    small = st.integers(1, 24)
-    vocab_size = draw(small if backend == "triton" else small | st.integers(25, 300))
-    rows = draw(st.sampled_from([1, 2, 3, 0] if backend == "triton" else [2, 3, 4, 6, 8, 1, 0]))
-    dtype = draw(
-        st.sampled_from(["float32", "bfloat16", "float16"] + ["float64"] * (backend == "torch"))
-    )
+    head = draw(BOOLEANS)
+    small = integers(1, 24)
+    vocab_size = draw(small if backend == "triton" else small | integers(25, 300))
+    rows = draw(one_of([1, 2, 3, 0] if backend == "triton" else [2, 3, 4, 6, 8, 1, 0]))
+    dtype = draw(one_of(["float32", "bfloat16", "float16"] + ["float64"] * (backend == "torch")))
     shards, cuts, order = draw(shardings(vocab_size, world_size))
-    transport = draw(st.sampled_from(["auto", "gather", "sum"]))
-    teacher = draw(st.sampled_from([None, None, "whole", "topk"]))
+    transport = draw(one_of(["auto", "gather", "sum"]))
+    teacher = draw(one_of([None, None, "whole", "topk"]))
     want = draw(subsets(PLAIN))
     if transport == "sum":
         want = tuple(name for name in want if name != "argmax")
     if teacher and not head:
         want += draw(subsets(FULL_TEACHER if teacher == "whole" else TOPK_TEACHER, min_size=1))
-    labels = draw(st.sampled_from(["int64", "int32"])) if head or draw(st.integers(0, 3)) else None
+    labels = draw(one_of(["int64", "int32"])) if head or draw(integers(0, 3)) else None
     ids = [-100, -1, 0, vocab_size - 1, vocab_size, cuts[1], max(cuts[1] - 1, 0), 2**31 - 1]
-    ignore_index = draw(st.sampled_from([*ids[:1] * 4, *ids, 1 << 40]))
+    ignore_index = draw(one_of([*ids[:1] * 4, *ids, 1 << 40]))
     inside = 2**31 - 1 if labels == "int32" else 1 << 40
     bad = [ignore_index] * 3 + [vocab_size, -1, -inside, inside, vocab_size - 1, 0, cuts[1]]
     bad = [label for label in bad if labels != "int32" or abs(label) < 2**31]
-    sets = draw(st.sampled_from([None, "padded", "ragged"]))
-    given_ids = not head and draw(st.booleans())
+    sets = draw(one_of([None, "padded", "ragged"]))
+    given_ids = not head and draw(BOOLEANS)
     if given_ids:
         want += AT_IDS
     if sets and not head:
         want += draw(subsets(OVER_SETS if labels else OVER_SETS[1:], min_size=1))
-    if labels and draw(st.booleans()):
+    if labels and draw(BOOLEANS):
         want += ("rank",)
-    at = st.integers(0, max(rows - 1, 0))
-    softcap = draw(st.sampled_from([None, None, 3.0, 30.0]))
-    numbers = st.sampled_from([1.0, 1.0, 0.6, 2.5, "tokens"])
+    at = integers(0, max(rows - 1, 0))
+    softcap = draw(one_of([None, None, 3.0, 30.0]))
+    numbers = one_of([1.0, 1.0, 0.6, 2.5, "tokens"])
     edits = [what for what in EDITS if not (teacher and what.startswith("-inf") and softcap)]
-    renormalize = draw(st.booleans())
-    weighted = draw(st.booleans())
+    renormalize = draw(BOOLEANS)
+    weighted = draw(BOOLEANS)
     terms = draw(terms_of(teacher, weighted)) if head else ()
     if vocab_size == 1:  # Megatron's smoothing spreads over the others
         terms = tuple(
@@ -181,7 +198,7 @@ def cases(draw, world_size, backend):
         renormalize = (
             next(option[1] for name, _, option in terms if name == "topk") != "tail" and renormalize
         )
-    reduction = draw(st.sampled_from(["none", "sum", "mean"]))
+    reduction = draw(one_of(["none", "sum", "mean"]))
     if head and not any(name in ("policy", "kl", "entropy") for name, *_ in terms):
         sets = None
     names = (
@@ -190,18 +207,18 @@ def cases(draw, world_size, backend):
         + [n for n in want if n in DIFFERENTIABLE]
     )
     return Case(
-        seed=draw(st.integers(0, 999)), head=head, backend=backend, dtype=dtype, transport=transport,
+        seed=draw(integers(0, 999)), head=head, backend=backend, dtype=dtype, transport=transport,
         vocab_size=vocab_size, rows=rows, shards=shards, cuts=cuts, order=order,
-        lead=draw(st.sampled_from(["flat", "batch", "sequence"])), layout=draw(st.sampled_from(LAYOUTS)), labels=labels,
-        ignore_index=ignore_index, label_edits=tuple(draw(st.lists(st.tuples(at, st.sampled_from(bad)), max_size=2))),
-        edits=tuple(draw(st.lists(st.tuples(st.sampled_from(edits), at, st.integers(0, 60)), max_size=3))),
-        bias=draw(st.booleans()), scale=draw(st.sampled_from([1.0, 1.0, 0.7, -1.3])), softcap=softcap,
+        lead=draw(one_of(["flat", "batch", "sequence"])), layout=draw(one_of(LAYOUTS)), labels=labels,
+        ignore_index=ignore_index, label_edits=tuple(draw(st.lists(st.tuples(at, one_of(bad)), max_size=2))),
+        edits=tuple(draw(st.lists(st.tuples(one_of(edits), at, integers(0, 60)), max_size=3))),
+        bias=draw(BOOLEANS), scale=draw(one_of([1.0, 1.0, 0.7, -1.3])), softcap=softcap,
         temperature=draw(numbers), want=want, upstream=draw(subsets(names, min_size=1)),
-        upstream_kind=draw(st.sampled_from(["random", "strided", "expanded", "zero", "nan where ignored"])),
-        weighted_total=draw(st.booleans()) and "total" in want, teacher=teacher,
+        upstream_kind=draw(one_of(["random", "strided", "expanded", "zero", "nan where ignored"])),
+        weighted_total=draw(BOOLEANS) and "total" in want, teacher=teacher,
         teacher_temperature=draw(numbers) if renormalize or teacher != "topk" else 1.0,
         student_temperature=draw(st.none() | numbers), renormalize=renormalize,
-        entries=draw(st.integers(1, vocab_size + 2)), sets=sets, given_ids=given_ids, terms=terms, reduction=reduction,
-        token_weight=draw(st.booleans()),
-        denominator=draw(st.sampled_from([None, None, 7.0, 0.0])) if reduction == "mean" else None,
+        entries=draw(integers(1, vocab_size + 2)), sets=sets, given_ids=given_ids, terms=terms, reduction=reduction,
+        token_weight=draw(BOOLEANS),
+        denominator=draw(one_of([None, None, 7.0, 0.0])) if reduction == "mean" else None,
     )  # fmt: skip

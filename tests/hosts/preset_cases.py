@@ -1,23 +1,23 @@
 """`GRPO`, `DAPO` and the other presets on two shards of the vocabulary against the host's own loss
 of the same batch, and the gradient of the logits: verl's functions in its environment, TRL's
-trainer in the other."""
+trainer in the other.
+
+Cases of verl_cases.py and of trainer_cases.py, which have imported these hosts: that takes longer
+than all cases here."""
 
 from __future__ import annotations
 
 import importlib.util
-import sys
 from collections import defaultdict
+from functools import partial
 from types import MethodType, SimpleNamespace
 
 import torch
-from cases import ROOT, main
 
 import tp_headloss
 from tp_headloss import Sequences, VocabShard
 
 if importlib.util.find_spec("verl"):
-    sys.path.append(str(ROOT / "launch"))
-    importlib.import_module("without_ray")
     from verl.trainer.ppo import core_algos
     from verl.workers.config import ActorConfig
 else:
@@ -118,10 +118,7 @@ def compared(group, preset, theirs):
 
 HOST = trls if core_algos is None else verls
 CASES = {
-    preset: lambda group, preset=preset: compared(group, preset, HOST)
+    f"preset {preset}": partial(compared, preset=preset, theirs=HOST)
     for preset, (_, _, trl) in PRESETS.items()
     if HOST is verls or trl is not None
 }
-
-if __name__ == "__main__":
-    main(CASES)

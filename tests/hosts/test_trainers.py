@@ -1,6 +1,6 @@
 """Trainers of hosts end to end, on two ranks and on four, with their own loss and with ours: what
 they log, and their gradients or weights. transformers and TRL are in trainer_cases.py, torchtitan
-is in torchtitan_trainer_cases.py."""
+is in torchtitan_trainer_cases.py. TRL's losses that are presets are in preset_cases.py."""
 
 import pytest
 from cases import FULL, result, results
@@ -15,6 +15,7 @@ GRADIENTS = {
 if FULL:
     GRADIENTS[TRANSFORMERS, 2] |= {"DPO", "GRPO"}
     GRADIENTS[TRANSFORMERS, 4] |= {"SFT"}
+PRESETS = [f"preset {name}" for name in ("GRPO", "DAPO", "DrGRPO", "GSPO", "CISPO")]
 WEIGHTS = {
     2: {
         *("logits", "fused", "fused-tied", "fused-pp"),
@@ -26,7 +27,8 @@ WEIGHTS = {
 
 @pytest.mark.parametrize(("host", "ranks"), GRADIENTS)
 def test_every_case_of_transformers_is_looked_at(host, ranks):
-    assert set(results(host, "trainer_cases.py", ranks)) == GRADIENTS[host, ranks]
+    others = {*PRESETS} if (host, ranks) == (TRANSFORMERS, 2) else set()
+    assert set(results(host, "trainer_cases.py", ranks)) == GRADIENTS[host, ranks] | others
 
 
 @pytest.mark.parametrize("ranks", WEIGHTS)
@@ -42,6 +44,12 @@ def test_the_trainers_of_transformers_and_trl_log_and_learn_the_same(host, ranks
     found = result(host, "trainer_cases.py", case, ranks)
     if case != "evaluated":  # which compares itself
         assert max(found["loss"], found["grads"]) < 1e-6 < 5e-3 < found["mutant"], found
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_has_the_loss_and_gradient_of_trls_trainer(preset):
+    found = result(TRANSFORMERS, "trainer_cases.py", preset)
+    assert max(found["loss"], found["gradient"]) < 1e-6 < 1e-4 < found["mutant"], found
 
 
 @pytest.mark.parametrize(

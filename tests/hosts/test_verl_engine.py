@@ -1,5 +1,5 @@
 """With verl itself: its Megatron engine on two ranks, with its own head and with ours
-(tests/hosts/verl_cases.py).
+(tests/hosts/verl_cases.py); and its losses that are presets (preset_cases.py).
 
 In fp32 both round: after three steps a gradient may differ by 4e-6; 1 % of the output layer's
 gradient is 1e-2.
@@ -23,13 +23,14 @@ KINDS += [
 KINDS += [f"grpo, responses{layout}" for layout in ("", *(f", {x}" for x in LAYOUTS))]
 SAME = [f"{kind}, {head}" for kind in KINDS for head in ("logits", "fused")]
 OTHERS = ["half precision", "padded vocabulary", "external_lib", "refusals", "documented"]
+PRESETS = [f"preset {name}" for name in ("PPO", "GRPO", "DAPO", "DrGRPO", "GSPO", "CISPO")]
 
 
 result = functools.partial(cases.result, HOST, "verl_cases.py")
 
 
 def test_every_case_is_looked_at():
-    assert set(cases.results(HOST, "verl_cases.py")) == {*SAME, *OTHERS}
+    assert set(cases.results(HOST, "verl_cases.py")) == {*SAME, *OTHERS, *PRESETS}
 
 
 @pytest.mark.parametrize("name", SAME)
@@ -68,3 +69,10 @@ def test_what_cannot_work_is_refused_and_what_was_installed_goes_away():
 def test_the_block_of_the_documentation_runs():
     found = result("documented")
     assert found["calls"] == 2 and found["entropy"] > 0
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_has_verls_loss_and_gradient(preset):
+    """On two shards of the vocabulary."""
+    found = result(preset)
+    assert max(found["loss"], found["gradient"]) < 1e-6 < 1e-4 < found["mutant"], found

@@ -46,6 +46,7 @@ if TRL:
     import trl
     from datasets import Dataset
     from peft import LoraConfig, get_peft_model
+    from preset_cases import CASES as PRESET_CASES
 
     from tp_headloss.integrations.trl import fuse_log_probs
 
@@ -286,7 +287,7 @@ CASES = {
     },
 }
 if TRL:
-    CASES[2] |= {"PEFT": adapters, "KTO": partial(same_as_trl, name="KTO")}
+    CASES[2] |= {"PEFT": adapters, "KTO": partial(same_as_trl, name="KTO"), **PRESET_CASES}
     # DPO: takes log_sum_sq_probs
     several = {"SFT": {}, "DPO": {"use_weighting": True}, "GRPO": GRPO, "RLOO": GRPO}
     for ranks, names in TRL_CASES.items():

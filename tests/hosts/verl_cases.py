@@ -52,6 +52,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from preset_cases import CASES as PRESET_CASES
 from tensordict import TensorDict
 from verl.trainer.distillation.losses import distillation_ppo_loss
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
@@ -541,6 +542,7 @@ CASES = {
     "external_lib": external_lib,
     "refusals": refusals,
     "documented": documented,
+    **PRESET_CASES,
 }
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 floors are by hand."""
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -257,10 +258,27 @@ def test_the_floor_is_bytes_over_bandwidth_and_flops_over_the_peak():
 
 def run(*arguments):
     command = [sys.executable, "-m", "tp_headloss", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    return result.returncode, result.stdout, result.stderr
 
 
-def test_the_command_prints_the_table_and_what_it_assumes():
+@pytest.fixture
+def run_here(monkeypatch, capsys):
+    """`python -m` as in `run`, but in this process, which has imported torch."""
+
+    def run_module(*arguments):
+        monkeypatch.setattr(sys, "argv", ["", *arguments])
+        code = 0
+        try:
+            runpy.run_module("tp_headloss", run_name="__main__", alter_sys=True)
+        except SystemExit as exit:
+            code = exit.code
+        return code, *capsys.readouterr()
+
+    return run_module
+
+
+def test_the_command_prints_the_table_and_what_it_assumes(run_here):
     sizes = (
         "--hidden",
         "4096",
@@ -273,33 +291,33 @@ def test_the_command_prints_the_table_and_what_it_assumes():
         "--dtype",
         "bf16",
     )
-    assumed, given = (
-        run("plan", *sizes, "--from", "hidden"),
-        run("plan", *sizes, "--bandwidth", "4.8", "--tflops", "7"),
-    )
-    assert assumed.returncode == given.returncode == 0, assumed.stderr + given.stderr
-    assert (
-        "1002 MiB of logits a rank" in assumed.stdout and "'s, assumed; --tflops" in assumed.stdout
-    )
-    assert "4.8 TB/s (given" in given.stdout and "7 TFLOP/s (given" in given.stdout
+    code, assumed, error = run("plan", *sizes, "--from", "hidden")
+    assert code == 0, error
+    assert "1002 MiB of logits a rank" in assumed and "'s, assumed; --tflops" in assumed
+    code, given, error = run_here("plan", *sizes, "--bandwidth", "4.8", "--tflops", "7")
+    assert code == 0, error
+    assert "4.8 TB/s (given" in given and "7 TFLOP/s (given" in given
     for way in plan.ways(plan.Head(8192, 128256, 2, "bf16", 4096), True):
-        assert f"{way.memory / MIB:8.0f}" in assumed.stdout and way.call in assumed.stdout
+        assert f"{way.memory / MIB:8.0f}" in assumed and way.call in assumed
 
 
 @pytest.mark.parametrize("arguments, code, says", [
     (("--help",), 0, "python -m tp_headloss plan"),
     (("plan", "--help"), 0, "--bandwidth"),
     (("--version",), 0, f"tp_headloss {tp_headloss.__version__}"),
-    (("--verison",), 2, "unrecognized arguments: --verison"),
     (("pan",), 2, "invalid choice: 'pan'"),
     (("plan", "--tokens", "8"), 2, "required: --vocab"),
     (("plan", "--tokens", "0", "--vocab", "8"), 2, "invalid positive value: '0'"),
 ])  # fmt: skip
-def test_the_command_answers_every_option(arguments, code, says):
-    result = run(*arguments)
-    assert result.returncode == code and says in result.stdout + result.stderr, (
-        result.stdout + result.stderr
-    )
+def test_the_command_answers_every_option(run_here, arguments, code, says):
+    """What a process of its own would answer, see the test above, and with its exit code."""
+    found, *said = run_here(*arguments)
+    assert found == code and says in "".join(said), said
+
+
+def test_the_exit_code_of_the_command_is_that_of_its_process():
+    code, _, error = run("--verison")
+    assert code == 2 and "unrecognized arguments: --verison" in error
 
 
 @pytest.mark.parametrize("speed", ["-1", "0", "nan", "1e9", "fast"])
