@@ -228,9 +228,11 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
             "NaN and -inf only": rows(torch.full((N, V), -INF).index_fill(1, torch.tensor(7), NAN), nan=tuple(range(N))),
             "NaN, entropy and total": edited(3, 50, NAN, nan=(3,), want=("log_prob", "entropy", "total", "argmax")),
         },
-        "NaN, or an infinity that makes NaN, in logits, hidden states, weight, bias or teacher of a valid token; NaN or any infinity, but -inf as a log-prob, in its inputs or token weight, with `Options(check=True)`": {
+        "NaN, or an infinity that makes NaN, in logits, hidden states, weight, bias or teacher of a valid token, nothing above -inf there, or a temperature that is not positive; NaN or any infinity, but -inf as a log-prob, in its inputs or token weight, with `Options(check=True)`": {
             "NaN on the last rank, with check": edited(3, 50, NAN, options={"check": True}, raises="ValueError: logits of token 3 hold NaN"),
             "+inf, with check": edited(3, 5, INF, options={"check": True}, raises="ValueError: logits of token 3 hold inf"),
+            "row all -inf, with check": edited(3, everywhere, -INF, options={"check": True}, raises="ValueError: logits of token 3 are all -inf"),
+            "a teacher's row all -inf, with check": rows(**divergence(on_teacher(3, everywhere, -INF)), options={"check": True}, raises="ValueError: logits of the teacher of token 3 are all -inf"),
             "NaN in a teacher's row, with check": rows(**divergence(on_teacher(3, 40, NAN)), options={"check": True}, raises="ValueError: logits of the teacher of token 3 hold NaN"),
         },
         "these in a row that is sampled": {
