@@ -124,6 +124,15 @@ SHARD, TERM = (
     Term("own", lambda stats: stats.set_log_prob, want=("set_log_prob",)),
 )
 REMEDIES = {
+    r"temperature must have shape \[2, 3\] of logits, got \[\]: pass its .expand\(2, 3\)": lambda: (
+        HeadLoss()(X, IDS, transform=Transform(temperature=torch.tensor(2.0)))
+    ),
+    r"temperature must have shape \[2, 3\] of logits, got \[6\]: pass its .reshape\(2, 3\)": lambda: (
+        HeadLoss()(X, IDS, transform=Transform(temperature=torch.ones(B * S)))
+    ),
+    r"temperature must have shape \[2, 3\] of logits, got \[2, 3, 1\]: pass its .reshape": lambda: (
+        HeadLoss()(X, IDS, transform=Transform(temperature=torch.ones(B, S, 1)))
+    ),
     r"temperature must have shape \[2, 3\] of logits, got \[2, 1\]: pass its .expand\(2, 3\)": lambda: (
         HeadLoss()(X, IDS, transform=Transform(temperature=torch.ones(B, 1)))
     ),

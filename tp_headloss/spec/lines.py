@@ -157,10 +157,14 @@ class TensorLine:
             place = "..., " * (self.sharded == -1)
             if is_larger:
                 return f": of the whole vocabulary? Pass its [{place}shard.start:shard.stop]"
-        is_of_tokens = as_many and lead == expected and len(lead) > 0
-        if is_of_tokens and all(n in (1, e) for n, e in zip(x.shape, lead)):
-            return f": pass its .expand({', '.join(map(str, lead))})"
-        return ""
+        if lead != expected or not lead:
+            return ""
+        sizes = ", ".join(map(str, lead))
+        if x.dim() == 0 or (as_many and all(n in (1, e) for n, e in zip(x.shape, lead))):
+            return f": pass its .expand({sizes})"
+        same = [n for n in x.shape if n != 1] == [n for n in lead if n != 1]
+        is_flat = x.dim() == 1 and len(x) == math.prod(lead)
+        return f": pass its .reshape({sizes})" * (same or is_flat)
 
 
 @dataclass(frozen=True)
