@@ -152,11 +152,9 @@ class TensorLine:
     def _shape_hint(self, x, lead, expected) -> str:
         """Return what to pass in the place of a tensor of another shape, if that is likely."""
         as_many = x.dim() == len(expected)
-        if self.sharded is not None and as_many:
-            is_larger = x.shape[self.sharded] > expected[self.sharded]
+        if self.sharded is not None and as_many and x.shape[self.sharded] > expected[self.sharded]:
             place = "..., " * (self.sharded == -1)
-            if is_larger:
-                return f": of the whole vocabulary? Pass its [{place}shard.start:shard.stop]"
+            return f": of the whole vocabulary? Pass its [{place}shard.start:shard.stop]"
         if lead != expected or not lead:
             return ""
         sizes = ", ".join(map(str, lead))
