@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from .params import FLAGS, RANKS, THREADS, agreement
+from .params import DIVERGENCES, FLAGS, RANKS, THREADS, agreement
 
 FOLDER = Path(__file__).parent
 SHARED = 224 * 1024  # bytes of shared memory for all slots
@@ -112,7 +112,7 @@ class Kernel:
             self.module, self.function = ctypes.c_void_p(), ctypes.c_void_p()
             self._call("cuModuleLoadData", ctypes.byref(self.module), self.image)
             self._call("cuModuleGetFunction", ctypes.byref(self.function), self.module, b"one_read")
-            most = SHARED - OF_TEACHER * bool({"FORWARD_KL", "REVERSE_KL"} & {*flags})
+            most = SHARED - OF_TEACHER * bool({*DIVERGENCES} & {flag.lower() for flag in flags})
             self._call("cuFuncSetAttribute", self.function, MOST_DYNAMIC_SHARED_MEMORY, most)
         self.index, pointer = index, ctypes.c_void_p
         self.library.cuLaunchKernel.argtypes = (

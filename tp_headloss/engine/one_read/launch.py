@@ -42,20 +42,20 @@ _log = logging.getLogger("tp_headloss")
 
 
 @functools.lru_cache(maxsize=256)
-def cuts_of(chunk_size: int, chunks: int, has_teacher: bool = False) -> Cuts:
+def cuts_of(chunk_size: int, chunks: int, beside_teacher: bool = False) -> Cuts:
     """How rows of a shard of whole chunks are cut.
 
     An item with a teacher has half of the columns, so that a slot is as large and each of its
     leaves has a warp.
     """
-    matrices = 2 if has_teacher else 1
+    matrices = 2 if beside_teacher else 1
     chunk = chunk_size // COLUMNS
     cuts = max(-(-chunk * matrices // LEAF) - 1, 0).bit_length()
     leaves = chunks << cuts
     while leaves > 1 and -(-chunk * leaves // (1 << cuts)) * 16 * matrices > LARGEST:
         leaves //= 2
     size = matrices * -(-(-(-chunk * leaves // (1 << cuts)) * 16) // 128) * 128
-    slots = (SHARED - OF_TEACHER * has_teacher) // size
+    slots = (SHARED - OF_TEACHER * beside_teacher) // size
     return Cuts(chunk, cuts, leaves, (chunks << cuts) // leaves, min(slots, SLOTS), size)
 
 
@@ -63,7 +63,12 @@ def cuts_of_call(request: Request) -> Cuts:
     """How rows of a call are cut."""
     facts = request.facts
     chunk_size = columns_of(request) // facts.chunks
-    return cuts_of(chunk_size, facts.chunks, request.tensors.teacher is not None)
+    return cuts_of(chunk_size, facts.chunks, has_teacher(facts))
+
+
+def has_teacher(facts: Facts) -> bool:
+    """Whether a call compares with a teacher."""
+    return not {*facts.want}.isdisjoint(DIVERGENCES)
 
 
 def columns_of(request: Request) -> int:
@@ -170,9 +175,11 @@ class Rows(NamedTuple):
 
 
 def is_tempered(facts: Facts, has_scales: bool) -> bool:
-    """Whether the student has another temperature beside its teacher. has_scales: it is per token."""
-    has_teacher = not {*facts.want}.isdisjoint(DIVERGENCES)
-    return has_teacher and (has_scales or facts.student_scale != 1.0)
+    """Whether the student has another temperature beside its teacher.
+
+    has_scales: there is one for each token.
+    """
+    return has_teacher(facts) and (has_scales or facts.student_scale != 1.0)
 
 
 def flags_of(facts: Facts, plan, function, rows: Rows) -> list[str]:

@@ -141,7 +141,7 @@ class RowFunction(NamedTuple):
 
 
 class TeacherOfToken(NamedTuple):
-    """What a row function knows of a `Teacher`: its input of that name."""
+    """The part of a `Teacher` that terms of a row function may read, a number per token."""
 
     student_temperature_or_default: torch.Tensor
 

@@ -28,10 +28,11 @@ from ..one_read.launch import (
     columns_of,
     cuts_of,
     cuts_of_call,
+    has_teacher,
     memory_of,
     obstacle_to_rows,
 )
-from ..one_read.params import DIVERGENCES, FLAGS, RANKS, TERMS, VALUES
+from ..one_read.params import FLAGS, RANKS, TERMS, VALUES
 from ..passes import Reduced
 from ..reductions import FusedReduction
 from ..request import Facts, Request, Tensors, without_gaps
@@ -256,7 +257,7 @@ def _obstacle_of_kind(facts: Facts, plan, in_rows: bool, columns: int) -> str | 
         return f"a positive scale, got {facts.scale}"
     if columns % COLUMNS:
         return f"equal shards of a multiple of 8 ids, got {facts.vocab_size} ids on {facts.world_size} ranks"
-    cuts = cuts_of(columns // facts.chunks, facts.chunks, not {*facts.want}.isdisjoint(DIVERGENCES))
+    cuts = cuts_of(columns // facts.chunks, facts.chunks, has_teacher(facts))
     if cuts.pieces * facts.world_size > PACKETS or facts.world_size > RANKS or cuts.slots < 4:
         return f"a smaller vocabulary, got {facts.vocab_size} ids"
     if facts.world_size > 1 and facts.transport not in ("auto", "symm_mem"):
