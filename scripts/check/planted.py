@@ -6,6 +6,9 @@ ones no longer fit the package, and what to write instead. Code in a CUDA part i
 """
 
 GROUPS = {
+    "test_dtypes_of_constants": [
+        ("losses/distillation.py", "times_temperature_squared", "temperature = temperature.to(values.dtype)", "pass"),
+    ],
     "test_prepared test_reduction": [
         ("engine/ways/__init__.py", "chosen", "ways[-1].is_ready(case.request)", "True"),
         ("engine/passes.py", "statistics", "request.layout.second", "False"),
@@ -30,6 +33,7 @@ GROUPS = {
         ("engine/ways/prepared.py", "Prepared.obstacle", "request.tensors.temperatures is not None", "False"),
     ],
     "test_row_function_generated": [
+        ("engine/one_read/rows.py", "_expression", "isinstance(x, float) and x != x", "False"),
         ("engine/one_read/rows.py", "_expression", "expression is None or keywords", "expression is None"),
         ("engine/one_read/rows.py", "_meaning", "operation is not None and operation.of_bools and kinds == 2 * BOOL", "False"),
         ("engine/one_read/rows.py", "_meaning", "kinds not in operation.kinds", "False"),
@@ -648,6 +652,9 @@ GROUPS = {
         ("ranks/comm.py", "texts_of_job", "store.check(['tp_headloss/absent'])", "False"),
     ],
     "test_not_finite": [
+        ("call/not_finite.py", "_refuse_rows", "sum_over_ranks(some, request.shard.group) == 0", "some == 0"),
+        ("call/not_finite.py", "_refuse_rows", "values.isnan()", "values < 0"),
+        ("call/not_finite.py", "_refuse_tokens", "bad & counts", "bad"),
         ("call/not_finite.py", "_not_finite", "facts.start if is_logits else 0", "0"),
         ("call/not_finite.py", "_not_finite", "math.inf if facts.scale > 0 else -math.inf", "math.inf"),
         ("call/not_finite.py", "expect_finite", "bad.expand(where.shape) & where", "bad.expand(where.shape)"),
@@ -685,6 +692,9 @@ GROUPS = {
         ("head_loss/loss.py", "_argument.replace", "HeadLoss(**self._definition.arguments() | {name: value})._definition", "self._definition._replace(**{name: value})"),
     ],
     "test_arguments_of_losses": [
+        ("spec/lines.py", "TensorLine._shape_hint", "x.dim() == 0", "False"),
+        ("spec/lines.py", "TensorLine._shape_hint", "same or is_flat", "same"),
+        ("spec/lines.py", "TensorLine._shape_hint", "x.dim() == 1 and len(x) == math.prod(lead)", "False"),
         ("losses/policy.py", "expect_distances", "0.5 <= low < 1 < high", "False"),
         ("losses/policy.py", "cispo", "expect_distances(clip)", "pass"),
         ("losses/policy.py", "cispo", "not clip[1] >= 1", "False"),

@@ -258,3 +258,17 @@ def test_check_looks_at_the_values_of_each_call(name):
         assert head_loss(torch.zeros(N, V), labels, **right).loss > 0
     with pytest.raises(ValueError, match=r"denominator must be at least 0|are these probabilities"):
         head_loss(torch.zeros(N, V), labels, **right | {name: SCORED[name]})
+
+
+def partly_empty(group, device):
+    """Token 2 has no teacher, and logits on one rank alone; token 5 has no logits at all."""
+    problem = Problem(group, device)
+    problem.teacher[2] = problem.logits[5] = -INF
+    problem.logits[2, :20] = -INF
+    return problem.run("teacher")
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_check_counts_a_row_as_empty_if_it_is_on_all_ranks(world_size):
+    for result in on_ranks(world_size, partly_empty, failures=True):
+        assert "logits of token 5 are all -inf; 1 such token" in result.message
