@@ -82,7 +82,8 @@ def term_parts(case, p, truth, stats, term):
         parts = value.abs() + slope * (1 + lp.abs().nan_to_num(posinf=0.0) + other.abs())
         return value, parts, slope, near
     of_student = p["of_student"] if p["of_student"] is not None else p["of_teacher"]
-    squared = fitted(of_student, truth.keep).double() ** 2 if option[-1] else 1.0
+    of_student = torch.as_tensor(fitted(of_student, truth.keep), dtype=torch.float64)
+    squared = of_student**2 if option[-1] else 1.0
     if name == "distillation":
         value = stats["forward_kl" if option[0] == "cross_entropy" else option[0]]
         value = value + stats["teacher_entropy"] if option[0] == "cross_entropy" else value

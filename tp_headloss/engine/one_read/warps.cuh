@@ -77,9 +77,10 @@ DEVICE void each_vector(u32 base, int begin, int end, int lane, float before, co
   if constexpr (HAS_SOFTCAP) {
 #pragma unroll 1
     for (int v = begin + lane; v - lane < end; v += 32) {
-      // only its own, because the lane whose vector it is may write it after the vote
-      const uint4 r = v < end ? ld_shared_v4(base + v * 16) : uint4();
-      if (__all_sync(~0u, are_near(r, before))) {
+      const uint4 r = ld_shared_v4(base + min(v, end - 1) * 16);
+      const bool all_near = __all_sync(~0u, are_near(r, before));
+      __syncwarp();  // the lane whose vector is the last one writes what others have read
+      if (all_near) {
         if (v < end) f(v, r, true);
       } else {
         if (v < end) f(v, r, false);
