@@ -23,8 +23,8 @@ GROUPS = {
         ("engine/ways/prepared_triton.py", "PreparedLaunches.gradient_of_loss", "self.inplace", "False"),
         ("engine/autograd.py", "Statistics.backward", "not [g for g in others if g is not None]", "True"),
         ("engine/ways/prepared_triton.py", "PreparedLaunches._serves", "self.places == (*place_of(logits), *place_of(labels))", "True"),
-        ("head_loss/reduction.py", "fused_reduction", "x.requires_grad or x.device != device", "x.device != device"),
-        ("head_loss/reduction.py", "fused_reduction", "definition.reduction == 'sum'", "False"),
+        ("head_loss/reduction.py", "obstacle_to_kernel", "isinstance(x, torch.Tensor) and x.requires_grad", "False"),
+        ("head_loss/reduction.py", "_fused", "definition.reduction == 'sum'", "False"),
         ("engine/ways/__init__.py", "_place", "type(given)", "None"),
     ],
     "test_ways": [
@@ -43,7 +43,7 @@ GROUPS = {
     "test_row_function": [
         ("engine/one_read/kernel.py", "expect_few", "NUMBERS.sub(\"\", rows)", "rows"),
         ("engine/one_read/rows.py", "_plain_torch", "torch.autograd.graph.saved_tensors_hooks(_same, _same)", "contextlib.nullcontext()"),
-        ("engine/one_read/rows.py", "row_function", "term.pointwise or isinstance(term.function, StatisticValue)", "True"),
+        ("engine/one_read/rows.py", "row_function", "not term.pointwise", "False"),
         ("engine/one_read/rows.py", "row_function", "weight * value", "value"),
         ("engine/one_read/rows.py", "_source", "results[n_terms:]", "results[:n_terms]"),
     ],

@@ -5,6 +5,7 @@ import torch
 
 import tp_headloss as hl
 from tp_headloss.engine import ways
+from tp_headloss.engine.reductions import StatisticValue
 from tp_headloss.head_loss import linear_ways
 
 N, V, H = 12, 256, 16
@@ -175,3 +176,35 @@ def test_every_way_of_a_linear_head_has_the_results_of_blocks(
             lambda h, w, head=head: head.linear(h, w, linear=linear, **arguments), hidden, weight
         )
     expect_alike(found[kind], found[linear_ways.Blocks], 4 * NOISE[dtype])
+
+
+def own(stats):
+    return stats.lse.cumsum(0)
+
+
+POLICY = {"advantages": torch.ones(N), "old_log_prob": -torch.ones(N)}
+TRAINED = {**POLICY, "advantages": torch.ones(N, requires_grad=True)}
+WEIGHT = torch.ones(())
+# what a loss lacks for a kernel that knows it -> with a word on who it is
+LACKS = {
+    "reduction='none'": (hl.CrossEntropy(), "none", None),
+    "got tensors for ['own']": (hl.Term("own", own, WEIGHT), "mean", None),
+    "without a token_weight, got ['own']": (
+        hl.Term("own", StatisticValue("lse"), token_weight=own),
+        "mean",
+        None,
+    ),
+    "(Term.pointwise), got ['own']": (hl.Term("own", own), "mean", None),
+    "got aten.cumsum.default": (hl.Term("own", own, pointwise=True), "mean", None),
+    "without a gradient, got ['advantages']": (hl.PolicyGradient(), "mean", TRAINED),
+}
+
+
+@pytest.mark.parametrize("word", LACKS)
+def test_what_a_loss_lacks_for_one_read_names_who_lacks_it(word):
+    term, reduction, inputs = LACKS[word]
+    head = hl.HeadLoss([term], reduction=reduction, options=hl.Options(backend="triton"))
+    logits, labels = torch.randn(N, V, requires_grad=True), torch.zeros(N, dtype=torch.long)
+    call, request = head._checked(head._given(logits, labels, None, None), None, None, inputs)
+    loss = head._case(call, request).loss
+    assert loss.in_one_read is None and word in loss.needs_in_one_read()

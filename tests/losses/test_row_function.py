@@ -21,7 +21,7 @@ from tp_headloss import (
     ZLoss,
 )
 from tp_headloss.engine.one_read import kernel as one_read_kernel
-from tp_headloss.engine.one_read.rows import SLOPES, STATISTICS, row_function
+from tp_headloss.engine.one_read.rows import SLOPES, STATISTICS, NotArithmetic, row_function
 from tp_headloss.engine.reductions import StatisticValue
 from tp_headloss.losses import KL_ESTIMATORS
 from tp_headloss.statistics import VocabStatistics
@@ -155,10 +155,14 @@ def test_the_source_has_the_values_and_derivatives_of_the_terms(name, tmp_path):
     ],
 )
 def test_terms_that_are_more_than_arithmetic_have_none(function):
-    assert row_function([Term("own", function, pointwise=True)]) is None
-    # which promises nothing
-    assert row_function([Term("own", lambda stats: 2 * stats.lse)]) is None
-    assert row_function([PolicyGradient("gspo")]) is None
+    with pytest.raises(NotArithmetic, match="arithmetic on a token's numbers, got "):
+        row_function([Term("own", function, pointwise=True)])
+
+
+@pytest.mark.parametrize("term", [Term("own", lambda stats: 2 * stats.lse), PolicyGradient("gspo")])
+def test_terms_that_promise_nothing_have_none(term):
+    with pytest.raises(NotArithmetic, match=rf"Term.pointwise\), got \['{term.name}'\]"):
+        row_function([term])
 
 
 def test_another_weight_is_the_same_source():

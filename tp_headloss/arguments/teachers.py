@@ -31,7 +31,7 @@ class _Tempered:
 
 
 @checked
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # tensors have no one truth
 class Teacher(_Tempered):
     """A teacher for distillation: logits of the same shard, compared at temperatures of their own.
 
@@ -62,7 +62,7 @@ class Teacher(_Tempered):
 
 
 @checked
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # tensors have no one truth
 class TopKTeacher(_Tempered):
     """A teacher of which only some ids per token are known, as `topk_log_probs` exports them.
 
@@ -103,7 +103,7 @@ class TopKTeacher(_Tempered):
 
 
 @checked
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # tensors have no one truth
 class TeacherHead(_Tempered):
     """A `Teacher` for linear heads: its logits hidden @ weight^T + bias are made by blocks and
     never exist as a whole.

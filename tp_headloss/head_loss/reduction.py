@@ -4,7 +4,7 @@ torch."""
 import torch
 
 from ..engine.autograd import TokenSums
-from ..engine.one_read.rows import row_function
+from ..engine.one_read.rows import NotArithmetic, RowFunction, row_function
 from ..engine.operators import can_skip_dispatch
 from ..engine.reductions import FusedReduction, StatisticValue, SumsPlan
 from ..statistics import MaybeNone, VocabStatistics
@@ -21,7 +21,8 @@ class CallLoss:
         statistics."""
         self.call, self.vocab_size = call, vocab_size
         self.denominator = call.denominator
-        self.fused = fused_reduction(call, example, backend)
+        self.obstacle = obstacle_to_kernel(call, example, backend)
+        self.fused = None if self.obstacle else _fused(call)
 
     @property
     def of_statistics(self) -> FusedReduction | None:
@@ -34,28 +35,60 @@ class CallLoss:
         )
         return self.fused if alone else None
 
+    def needs_of_statistics(self) -> str:
+        """What the loss lacks where `of_statistics` is None, and what it has instead."""
+        if self.obstacle:
+            return self.obstacle
+        if self.call.sequences is not None:
+            return (
+                f"a reduction over tokens alone, got reduction={self.call.definition.reduction!r}"
+            )
+        others = [
+            f.owner for f in self.call.functions if not isinstance(f.function, StatisticValue)
+        ]
+        return f"terms and metrics that are statistics, got {', '.join(others)}"
+
     @property
     def in_one_read(self) -> FusedReduction | None:
         """The reduction in the launch that reads the logits: of statistics, where it names each
         once, else of a `RowFunction`, if there is one."""
-        of_statistics, definition = self.of_statistics, self.call.definition
+        of_statistics = self.of_statistics
         if self.fused is None or (
             of_statistics is not None and of_statistics.plan.gradients is not None
         ):
             return of_statistics
-        if any(x.requires_grad for x in self.call.inputs.values() if isinstance(x, torch.Tensor)):
+        rows = self._rows()
+        if self._trained_inputs() or isinstance(rows, str):
             return of_statistics
-        known = definition.plan.rows
-        if self.vocab_size not in known:
-            known[self.vocab_size] = row_function(definition.terms, self.vocab_size)
-        rows = known[self.vocab_size]
-        if rows is None:
-            return of_statistics
-        values = [StatisticValue("")] * len(definition.terms)
+        values = [StatisticValue("")] * len(self.call.definition.terms)
         metrics = [f.function for f in self.call.functions[len(values) :]]
         plan = SumsPlan.from_functions([*values, *metrics], self.fused.plan.coefficients)
         given = tuple([self._per_token(name) for name in rows.inputs])
         return self.fused._replace(plan=plan, rows=rows, given=given)
+
+    def needs_in_one_read(self) -> str:
+        """What the loss lacks where `in_one_read` is None, and what it has instead."""
+        if self.obstacle:
+            return self.obstacle
+        if trained := self._trained_inputs():
+            return f"inputs without a gradient, got {trained}"
+        return str(self._rows())
+
+    def _trained_inputs(self) -> list[str]:
+        """Names of inputs that require a gradient."""
+        inputs = self.call.inputs
+        return [k for k, x in inputs.items() if isinstance(x, torch.Tensor) and x.requires_grad]
+
+    def _rows(self) -> RowFunction | str:
+        """The terms' function of a token, or what they lack for one."""
+        definition = self.call.definition
+        known = definition.plan.rows
+        if self.vocab_size not in known:
+            try:
+                known[self.vocab_size] = row_function(definition.terms, self.vocab_size)
+            except NotArithmetic as error:
+                known[self.vocab_size] = str(error)
+        return known[self.vocab_size]
 
     def _per_token(self, name: str) -> torch.Tensor:
         """An input [..] of a row function; that of a teacher is the student's temperature."""
@@ -68,19 +101,46 @@ class CallLoss:
         return torch.full(labels.shape, temperature, device=labels.device)
 
 
-def fused_reduction(call: Call, example: torch.Tensor, backend: str) -> FusedReduction | None:
-    """Arguments of the reduction kernel; None where `reduce_in_torch` is needed, which is the
-    definition.
+def obstacle_to_kernel(call: Call, example: torch.Tensor, backend: str) -> str | None:
+    """Return what a loss lacks for a kernel that reduces its values, and what it has instead; None:
+    nothing. Other losses are reduced by `reduce_in_torch`, which is the definition.
 
     example: logits or statistics of the call, for their device. backend: of the statistics.
     """
-    definition, device, denominator = call.definition, example.device, call.denominator
+    definition = call.definition
+    if backend != "triton":
+        return f"the triton backend, got {backend!r}"
+    if not can_skip_dispatch(example):
+        return "plain tensors, outside of torch.compile"
+    if definition.plan.sums[int(call.sequences is not None)] is None:
+        return _obstacle_to_sums(definition)
+    for name, x in (("token_weight", call.loss_weight), ("denominator", call.denominator)):
+        if isinstance(x, torch.Tensor) and x.requires_grad:
+            return f"a {name} without a gradient"
+        if isinstance(x, torch.Tensor) and x.device != example.device:
+            return f"a {name} on {example.device}, got one on {x.device}"
+    return None
+
+
+def _obstacle_to_sums(definition) -> str:
+    """What a definition without `CallPlan.sums` lacks."""
+    if definition.reduction == "none":
+        return "a reduction over tokens, got reduction='none'"
+    if definition.plan.weighted:
+        return f"terms without a token_weight, got {definition.plan.weighted}"
+    trained = [t.name for t in definition.terms if isinstance(t.weight, torch.Tensor)]
+    return f"weights of terms that are numbers, got tensors for {trained}"
+
+
+def fused_reduction(call: Call, example: torch.Tensor, backend: str) -> FusedReduction | None:
+    """Arguments of the reduction kernel; None where there is an `obstacle_to_kernel`."""
+    return None if obstacle_to_kernel(call, example, backend) else _fused(call)
+
+
+def _fused(call: Call) -> FusedReduction:
+    definition, denominator = call.definition, call.denominator
     plan = definition.plan.sums[int(call.sequences is not None)]
-    if plan is None or backend != "triton" or not can_skip_dispatch(example):
-        return None
-    for x in (call.loss_weight, denominator):
-        if isinstance(x, torch.Tensor) and (x.requires_grad or x.device != device):
-            return None
+    assert plan is not None, "an obstacle"
     if definition.reduction == "sum":
         denominator = 1.0
     elif isinstance(denominator, torch.Tensor):

@@ -146,22 +146,37 @@ class TeacherOfToken(NamedTuple):
     student_temperature_or_default: torch.Tensor
 
 
-class _NotArithmetic(Exception):
-    """A term is more than arithmetic on a token's numbers."""
+class NotArithmetic(Exception):
+    """A term is more than arithmetic on a token's numbers. Its text says what is needed, after
+    "needs", and what was found."""
+
+    @classmethod
+    def found(cls, what) -> NotArithmetic:
+        return cls(f"pointwise terms that are arithmetic on a token's numbers, got {what}")
 
 
-def row_function(terms, vocab_size: int = 0) -> RowFunction | None:
-    """The terms' function; None if one is more than arithmetic on `STATISTICS`, on the size of the
+def row_function(terms, vocab_size: int = 0) -> RowFunction:
+    """The terms' function.
+
+    Raises NotArithmetic if one is more than arithmetic on `STATISTICS`, on the size of the
     vocabulary and on inputs of a number per token, or does not promise to stay the same,
-    `Term.pointwise`."""
-    if not all(term.pointwise or isinstance(term.function, StatisticValue) for term in terms):
-        return None
+    `Term.pointwise`.
+    """
+    others = [
+        term.name
+        for term in terms
+        if not term.pointwise and not isinstance(term.function, StatisticValue)
+    ]
+    if others:
+        raise NotArithmetic(
+            f"terms that are statistics, or pointwise functions of them (Term.pointwise), got {others}"
+        )
     from torch.fx.experimental.proxy_tensor import make_fx  # which loads much
 
     functions = [term for term in terms if not isinstance(term.function, StatisticValue)]
     inputs = tuple(dict.fromkeys(name for term in functions for name in term.inputs))
     if len(inputs) > MOST_INPUTS:
-        return None
+        raise NotArithmetic(f"at most {MOST_INPUTS} inputs of pointwise terms, got {list(inputs)}")
     used: list[bool] = []
 
     def values_and_slopes(*rows):
@@ -188,9 +203,9 @@ def row_function(terms, vocab_size: int = 0) -> RowFunction | None:
     try:
         with _plain_torch():
             graph = make_fx(values_and_slopes)(*torch.zeros(count, 2).unbind(0)).graph
-        source = _source(graph, len(terms), inputs)
-    except (_NotArithmetic, TypeError, AttributeError, RuntimeError, ValueError):
-        return None
+    except (TypeError, AttributeError, RuntimeError, ValueError) as error:
+        raise NotArithmetic.found(f"{type(error).__name__}: {error}") from error
+    source = _source(graph, len(terms), inputs)
     return RowFunction(source, len(terms), inputs, used[SLOPES.index("entropy")])
 
 
@@ -217,7 +232,7 @@ def _same(x):
 
 
 def _source(graph, n_terms: int, inputs) -> str:
-    """CUDA C++ of a traced function. Raises _NotArithmetic."""
+    """CUDA C++ of a traced function. Raises NotArithmetic."""
     lines: list[str] = []
     results: list[str] = []
     names: dict[torch.fx.Node, str] = {}
@@ -228,14 +243,14 @@ def _source(graph, n_terms: int, inputs) -> str:
             names[node], kinds[node] = f"x[{next(arguments)}]", FLOAT
         elif node.op == "output":
             if any(kinds[result] != FLOAT for result in node.args[0]):
-                raise _NotArithmetic(node.op)
+                raise NotArithmetic.found("a value that is no float")
             results = [names[result] for result in node.args[0]]
         elif node.op == "call_function":
             expression, kinds[node] = _expression(node, names, kinds)
             names[node] = f"v{len(lines)}"
             lines.append(f"  const {CPP[kinds[node]]} {names[node]} = {expression};")
-        else:  # a tensor that the function closes over
-            raise _NotArithmetic(node.op)
+        else:
+            raise NotArithmetic.found("a tensor that a function closes over")
     values, by = ", ".join(results[:n_terms]), ", ".join(results[n_terms:])
     body = "\n".join(lines)
     return (
@@ -248,7 +263,7 @@ def _source(graph, n_terms: int, inputs) -> str:
 
 
 def _expression(node, names: dict, kinds: dict) -> tuple[str, str]:
-    """An operation of the trace in C++, and the kind of its result. Raises _NotArithmetic."""
+    """An operation of the trace in C++, and the kind of its result. Raises NotArithmetic."""
     name = f"{node.target.overloadpacket.__name__.removesuffix('_')}.{node.target._overloadname}"
     operands = list(node.args[:1] if name in SIZED else node.args)
     keywords = {
@@ -258,14 +273,14 @@ def _expression(node, names: dict, kinds: dict) -> tuple[str, str]:
     if name.startswith("clamp."):
         name, operands = _clamp(name, operands)
     if name.startswith("clamp") and any(isinstance(x, float) and x != x for x in operands):
-        raise _NotArithmetic(node.target)  # versions of torch differ
+        raise NotArithmetic.found(f"{node.target} to NaN")  # versions of torch differ
     found = "".join(_kind(x, kinds) for x in operands)
     if name == "pow.Tensor_Scalar" and found == "fn":
         expression, result = POWERS.get(operands[1]), FLOAT
     else:
         expression, result = _meaning_as(dtype, name, found)
     if expression is None or keywords:
-        raise _NotArithmetic(node.target)
+        raise NotArithmetic.found(node.target)
     return expression.format(*[_operand(x, names) for x in operands]), result
 
 
@@ -302,12 +317,12 @@ def _clamp(name: str, operands: list) -> tuple[str, list]:
 
 
 def _kind(x: Any, kinds: dict) -> str:
-    """The letter of an operand. Raises _NotArithmetic for what is no float, bool or number."""
+    """The letter of an operand. Raises NotArithmetic for what is no float, bool or number."""
     if isinstance(x, torch.fx.Node):
         return kinds[x]
     if isinstance(x, (int, float)) and not isinstance(x, bool):
         return NUMBER
-    raise _NotArithmetic(type(x))
+    raise NotArithmetic.found(f"an operand of {type(x).__name__}")
 
 
 def _operand(x: torch.fx.Node | float, names: dict) -> str:

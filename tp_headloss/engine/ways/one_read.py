@@ -45,11 +45,6 @@ DTYPES = torch.bfloat16, torch.float16
 CAPABILITY, FEWEST, NARROWEST_ALONE, NARROWEST = (9, 0), 1 << 22, 2048, 4096
 FEWEST_OF_TEACHER = 1 << 23  # logits of a rank beside as many of a teacher
 
-NO_REDUCTION = (
-    "the triton backend, a reduction over tokens, weights, denominators and inputs without a "
-    f"gradient, and terms that are pointwise functions of {list(TERMS)}, as a cross-entropy "
-    "without class weights is, or a KL to a teacher"
-)
 UNDERFLOWS = (
     "bfloat16 logits beside inplace=True: a float16 gradient that is written for an upstream "
     "gradient of 1 underflows"
@@ -91,7 +86,10 @@ class OneRead(Way):
                 return "gradient='forward' beside inplace=True: the logits are gone before the backward"
             if found := obstacle_to_logits(case.request) or _obstacle_to_speed(case.request):
                 return found
-        return obstacle_to_loss(case.request, case.loss.in_one_read, case.inplace)
+        reduction = case.loss.in_one_read
+        if reduction is None:
+            return case.loss.needs_in_one_read()
+        return obstacle_to_loss(case.request, reduction, case.inplace)
 
     @classmethod
     def of_kind(cls, case: Case) -> OneRead:
@@ -203,13 +201,9 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def obstacle_to_loss(
-    request: Request, reduction: FusedReduction | None, inplace: bool
-) -> str | None:
+def obstacle_to_loss(request: Request, reduction: FusedReduction, inplace: bool) -> str | None:
     """Return what a call lacks for a forward that writes the gradient. inplace: over the logits."""
     facts, x = request.facts, request.tensors
-    if reduction is None:
-        return NO_REDUCTION
     columns = columns_of(request)
     if x.bias is not None:
         return "logits without a bias"

@@ -6,12 +6,6 @@ from __future__ import annotations
 from ..backend import load_backend
 from .way import Case, Way
 
-NO_REDUCTION = (
-    "the triton backend, and terms and metrics that are statistics, each a `StatisticValue`, with "
-    "weights and a denominator that require no gradient, without sequences, and summed over tokens"
-)
-
-
 # of tensors of a call that another launch than a prepared one reads
 WORDS = {
     "teacher": "a teacher",
@@ -37,7 +31,7 @@ class Prepared(Way):
     def obstacle(case: Case) -> str | None:
         request, reduction = case.request, case.loss.of_statistics
         if reduction is None:
-            return NO_REDUCTION
+            return case.loss.needs_of_statistics()
         found = [word for name, word in WORDS.items() if getattr(request.tensors, name) is not None]
         if found:
             return f"a call without {' and '.join(found)}"

@@ -41,9 +41,17 @@ class Loss(Protocol):
     def of_statistics(self) -> FusedReduction | None:
         """Its reduction by one kernel, with no PyTorch between statistics and sums."""
 
+    def needs_of_statistics(self) -> str:
+        """Return what it lacks for that, after "needs", where it is None."""
+        ...
+
     @property
     def in_one_read(self) -> FusedReduction | None:
         """Its reduction in the launch that reads the logits."""
+
+    def needs_in_one_read(self) -> str:
+        """Return what it lacks for that, after "needs", where it is None."""
+        ...
 
 
 class Case(NamedTuple):
