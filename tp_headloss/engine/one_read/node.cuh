@@ -43,7 +43,7 @@ struct Reading {
 // Of a leaf whose maxima are those of the node.
 DEVICE Reading reading_of(const Node& x, float before, Scales scales) {
   const Bases bases = {base2(finite(x.max), scales.z), base2(finite(x.teacher_max), scales.u),
-                       IS_TEMPERED ? scales.beside : 1.f};
+                       scales.beside};
   return {before, scales, bases};
 }
 DEVICE Logit read_logit(float logit, float teacher, const Reading& by, bool all_near) {
@@ -55,7 +55,7 @@ DEVICE Logit read_logit(float logit, float teacher, const Reading& by, bool all_
     x.q = ex2(fmaf(teacher, by.bases.u.by, -by.bases.u.at));
     x.p = IS_TEMPERED ? ex2(x.exponent * by.scales.beside) : x.power;
     const float z = x.value * by.scales.z;
-    x.apart = fmaf(teacher, by.scales.u, IS_TEMPERED ? -z * by.scales.beside : -z);
+    x.apart = fmaf(teacher, by.scales.u, -z * by.scales.beside);
   }
   return x;
 }
@@ -144,6 +144,15 @@ DEVICE Solved solve(Node x, float logit, Scales scales) {
   return r;
 }
 
+// The row once more, for a `solve` of its own.
+DEVICE Node again(Node x) {
+  for (float* sum : {&x.max, &x.sum, &x.moment, &x.total, &x.teacher_max, &x.teacher_sum, &x.cross,
+                     &x.student_sum, &x.gap, &x.teacher_logit}) {
+    make_opaque(*sum);
+  }
+  return x;
+}
+
 DEVICE Softmax softmax_of(const Node& x, float logit, Scales scales) {
   const float top = fmaxf(x.max, logit);
   Softmax r = {top, finite(top), 0.f, 0.f, 0.f, logit, scales};
@@ -207,7 +216,7 @@ DEVICE AllFactors factors_of(const Params& q, int row, Node x, Value label, Scal
   f.own = {base.by, base.at, each, g.slope * LN2 * moved, g.flat * chain, of_label};
   if constexpr (HAS_TEACHER) {
     const Base2 of_teacher = base2(finite(x.teacher_max), scales.u);
-    const float a = IS_TEMPERED ? scales.beside : 1.f;
+    const float a = scales.beside;
     const float share = g.teacher * ex2(-of_teacher.rest) * chain;
     const float p = ex2(-a * base.rest) * chain;
     f.teacher = {of_teacher.by, of_teacher.at, share, g.beside * p, g.reverse * p, g.mean,

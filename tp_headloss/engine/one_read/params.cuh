@@ -93,10 +93,10 @@ DEVICE float scale_of(const Params& q, int row) {
 }
 
 DEVICE Scales scales_of(const Params& q, const Item& item) {
-  if (HAS_TEACHER && q.scales) {
-    return {item.scale, q.scales[item.row], q.scales[q.rows + item.row]};
-  }
-  return {item.scale, q.teacher_scale, q.student_scale};
+  const bool is_each = HAS_TEACHER && q.scales;
+  const float teacher = is_each ? q.scales[item.row] : q.teacher_scale;
+  const float beside = is_each ? q.scales[q.rows + item.row] : q.student_scale;
+  return {item.scale, teacher, IS_TEMPERED ? beside : 1.f};
 }
 
 // The row's first vector of a leaf, where leaves are numbered over the row.

@@ -292,12 +292,22 @@ DEVICE Packet receive(const Params& q, Program& p, int row) {
   return packet;
 }
 
-// A row function's result for a row. given: its input on each lane.
-DEVICE Row row_of(const Params& q, const Solved& r, float given) {
+// A row function's inputs of a row.
+struct Given {
+  float x[GIVENS];
+};
+// given: one of them on each lane.
+DEVICE Given spread(float given) {
+  Given all = {};
+  for (int k = 0; k < GIVEN; k++) all.x[k] = __shfl_sync(~0u, given, k);
+  return all;
+}
+// A row function's result for a row.
+DEVICE Row row_of(const Params& q, const Solved& r, const Given& given) {
   float known[KNOWN + GIVEN + TERMS] = {(float)r.lse, (float)r.log_prob, (float)r.entropy,
                                         (float)r.total, (float)r.forward_kl, (float)r.reverse_kl,
                                         (float)r.mass};
-  for (int k = 0; k < GIVEN; k++) known[KNOWN + k] = __shfl_sync(~0u, given, k);
+  for (int k = 0; k < GIVEN; k++) known[KNOWN + k] = given.x[k];
   for (int k = 0; k < TERMS; k++) known[KNOWN + GIVEN + k] = q.coefficients[k];
   return row_function(known);
 }
@@ -342,21 +352,26 @@ DEVICE void merge(const Params& q, Program& p) {
     const Value label = value_and_slope(raw, q.before);
     const float logit = label.value;
     if (HAS_TEACHER && item.target >= 0) x.teacher_logit = logit_of(s.teacher_logit[p.slot]);
-    Solved solved = {};
-    Row by = {};
-    if constexpr (HAS_ROWS) {
-      solved = solve(x, logit, scales);
-      by = row_of(q, solved, given);
-    }
+    const Given inputs = spread(given);
+    Row row = {};
+    if constexpr (HAS_ROWS) row = row_of(q, solve(x, logit, scales), inputs);
     if (p.lane == 0) {
       const int owners = owners_of(own, ignore);
-      const AllFactors f = factors_of(q, item.row, x, label, scales, owners, over_divisor, by);
+      const AllFactors f = factors_of(q, item.row, x, label, scales, owners, over_divisor, row);
       s.factor[p.slot] = f.own;
       if constexpr (HAS_TEACHER) s.teacher_factor[p.slot] = f.teacher;
       s.factor[p.slot].is_plain = count == item.valid - (item.target >= 0);
       arrive(&s.ready[p.slot]);  // I4, I9
-      if (!HAS_ROWS && item.piece == 0) solved = solve(x, logit, scales);
-      if (item.piece == 0) finish(q, item, x, logit, owners, solved, by);
+      if (item.piece == 0) {
+        // A row function has solved it, of which the compiler keeps what derivatives need: the rest
+        // waits until here, and the gradient does not wait for it.
+        const Solved solved = solve(HAS_ROWS ? again(x) : x, logit, scales);
+        if constexpr (HAS_ROWS) {
+          const Row values = row_of(q, solved, inputs);
+          memcpy(row.value, values.value, sizeof(row.value));
+        }
+        finish(q, item, x, logit, owners, solved, row);
+      }
     }
     __syncwarp();  // none: the lanes converge
   }

@@ -350,7 +350,7 @@ struct Divergences : Statistic {
 
   // u - z' of the label.
   DEVICE static float of_label(const Node& x, float logit, Scales scales) {
-    const float a = IS_TEMPERED ? scales.beside : 1.f;
+    const float a = scales.beside;
     return x.teacher_logit * scales.u - a * logit * scales.z;
   }
   // In float32, of a row: sum of p and that of the label, relative to the largest z'; the mean of
@@ -360,7 +360,7 @@ struct Divergences : Statistic {
   };
   DEVICE static Beside beside_of(const Node& x, const Softmax& softmax) {
     const Scales& scales = softmax.scales;
-    const float a = IS_TEMPERED ? scales.beside : 1.f;
+    const float a = scales.beside;
     Beside r = {softmax.whole, softmax.label, 0.f, 0.f};
     float factor = ex2(softmax.drop(x.max) * LOG2E);
     if constexpr (IS_TEMPERED) {
@@ -377,7 +377,7 @@ struct Divergences : Statistic {
     return r;
   }
   DEVICE static void solve(Solved& r, const Node& x, float logit, Scales scales) {
-    const double a = IS_TEMPERED ? scales.beside : 1.0;
+    const double a = scales.beside;
     const double factor = x.max == -INF ? 0.0 : exp(a * (r.max - r.top));
     const double label = logit == -INF ? 0.0 : exp(a * r.offset);
     r.student_sum = IS_TEMPERED ? x.student_sum * factor + label : r.whole;
@@ -395,7 +395,7 @@ struct Divergences : Statistic {
   DEVICE static void differentiate(Slopes& g, const Params& q, const Row& row, const Node& x,
                                    const Softmax& softmax, float factor) {
     const Scales& scales = softmax.scales;
-    const float a = IS_TEMPERED ? scales.beside : 1.f;
+    const float a = scales.beside;
     const Beside r = beside_of(x, softmax);
     float forward = 0.f, reverse = 0.f;
     if constexpr (WANTS_FORWARD_KL) {
@@ -431,7 +431,7 @@ struct Divergences : Statistic {
   DEVICE static void store(const Params& q, const Node& x, float, const Solved& r,
                            const Settle& settle, const Item& item, bool) {
     const double nothing = x.teacher_sum > 0.f ? 0.0 : NONE;
-    const double a = IS_TEMPERED ? scales_of(q, item).beside : 1.f;
+    const double a = scales_of(q, item).beside;
     const double own = r.top - (double)(float)r.top;  // the roundings of both shifts
     const double of_teacher = r.teacher_top - (double)(float)r.teacher_top;
     if constexpr (WANTS_FORWARD_KL) q.forward_kl[item.row] = settle(r.forward_kl);
