@@ -192,6 +192,6 @@ DEVICE u32 cvt_f16x2(float a, float b) {
   return c;
 }
 
-// No instruction, see "Inline PTX Assembly in CUDA: Incorrect Optimization". The compiler knows
+// "Inline PTX Assembly in CUDA: Incorrect Optimization". No instruction, but the compiler knows
 // nothing of the number from here on, and so takes nothing that it worked out from it before.
 DEVICE void make_opaque(float& x) { asm volatile("" : "+f"(x)); }
