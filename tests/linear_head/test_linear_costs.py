@@ -1,7 +1,9 @@
 """Costs of a linear head: sweeps, collectives, memory, and nothing for what is frozen or
 ignored."""
 
+import collections
 import logging
+import random
 
 import pytest
 import torch
@@ -278,6 +280,38 @@ def test_half_of_a_round_that_leaves_multiprocessors_idle_is_counted():
     assert blocks._elements(one_round + 1, blocks.GEMM_TILE[1]) == pytest.approx(
         1.5 * tile, rel=1e-3
     )
+
+
+def random_sizes(count):
+    choices = random.Random(0)
+    for _ in range(count):
+        n = choices.randint(1, choices.choice((300, 20_000, 131_072)))
+        width, hidden = choices.randint(8, 40_000), choices.choice((512, 2048, 4096))
+        flags = choices.random() < 0.5, choices.random() < 0.5
+        yield blocks.Sizes(n, width, hidden, choices.choice((2, 4, 6)), *flags)
+
+
+def test_no_plan_is_left_out_that_takes_less(monkeypatch):
+    """A search over every number of blocks finds the same plans."""
+    sizes = list(random_sizes(60))
+    found = [blocks.planned(blocks.recompute_blocks, size, None) for size in sizes]
+    blocks.recompute_blocks.cache_clear()
+    monkeypatch.setattr(blocks, "_least_cost", lambda *_: 0.0)
+    assert found == [blocks.planned(blocks.recompute_blocks, size, None) for size in sizes]
+    blocks.recompute_blocks.cache_clear()
+
+
+@pytest.mark.parametrize("tokens", [131_072, 1 << 20])
+def test_a_plan_of_many_tokens_looks_at_few_others(tokens, monkeypatch):
+    """Each new number of tokens is planned once, and a step waits for it."""
+    counts, cost = collections.Counter(), blocks._backward_cost
+    monkeypatch.setattr(
+        blocks, "_backward_cost", lambda *args: counts.update(["plans"]) or cost(*args)
+    )
+    blocks.recompute_blocks.cache_clear()
+    sizes = blocks.Sizes(tokens, 128256, 4096, 2, True, True)
+    assert blocks.planned(blocks.recompute_blocks, sizes, None) is not None
+    assert 0 < counts["plans"] < 5000
 
 
 def test_a_main_grad_is_counted_in_every_plan():

@@ -111,6 +111,16 @@ def _backward_cost(sizes: Sizes, tokens: int, columns: int) -> float:
     )
 
 
+def _least_cost(sizes: Sizes, blocks_of_tokens: int, blocks_of_ids: int) -> float:
+    """A bound of `_backward_cost` for so many blocks, which grows with both numbers."""
+    n, width, hidden = sizes.tokens, sizes.width, sizes.hidden
+    products = 3 * n * width * hidden / PROCESSORS
+    bytes_of_hidden = 4 * n * hidden * blocks_of_ids * (blocks_of_ids > 1)
+    bytes_of_weight = 8 * width * hidden * blocks_of_tokens * (blocks_of_tokens > 1)
+    n_blocks = blocks_of_tokens * blocks_of_ids
+    return products + PER_BYTE * (bytes_of_hidden + bytes_of_weight) + PER_BLOCK * n_blocks
+
+
 @functools.lru_cache(maxsize=256)
 def recompute_blocks(sizes: Sizes, budget: int) -> Blocks | None:
     """The blocks that fit in the budget and take the shortest time: tiles of their products fill
@@ -119,6 +129,8 @@ def recompute_blocks(sizes: Sizes, budget: int) -> Blocks | None:
     forward, best = _tokens_that_fit(sizes, budget), None
     n, width = sizes.tokens, sizes.width
     for parts in range(1, -(-n // TILE) + 1):
+        if best is not None and _least_cost(sizes, parts, 1) >= best[0]:
+            break  # and so is each larger number
         tokens = n if parts == 1 else _even_block_size(n, -(-n // parts // TILE) * TILE)
         left = budget - (4 * width * sizes.hidden if parts > 1 and sizes.weight_sums else 0)
         whole = tokens * sizes.row(width) <= left
@@ -128,6 +140,9 @@ def recompute_blocks(sizes: Sizes, budget: int) -> Blocks | None:
             most = min(_rows_that_fit(left, tokens * sizes.bytes), width)
             candidates = range(most, most // 2, -TILE)
         for columns in candidates:
+            blocks = -(-n // tokens), -(-width // columns)
+            if best is not None and _least_cost(sizes, *blocks) >= best[0]:
+                break  # fewer columns only cost more
             cost = _backward_cost(sizes, tokens, columns)
             if best is None or cost < best[0]:
                 best = cost, tokens, columns
