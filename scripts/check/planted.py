@@ -390,8 +390,6 @@ GROUPS = {
         ("engine/request.py", "Request.columns", "PER_COLUMN", "PER_COLUMN[:2]"),
         ("linear_head/blocks.py", "_elements", "-(-tiles // PROCESSORS)", "(tiles / PROCESSORS)"),
         ("linear_head/blocks.py", "_least_cost", "3 * n * width * hidden", "4 * n * width * hidden"),
-        ("linear_head/blocks.py", "_least_cost", "blocks_of_ids > 1", "True"),
-        ("linear_head/blocks.py", "recompute_blocks", "_least_cost(sizes, parts, 1) >= best[0]", "False"),
         ("linear_head/blocks.py", "recompute_blocks", "_least_cost(sizes, *blocks) >= best[0]", "False"),
         ("linear_head/blocks.py", "one_sweep_tokens", "max(0, budget - 4 * sizes.width * sizes.hidden)", "budget"),
         ("linear_head/valid_tokens.py", "ValidTokens.__init__", "self.valid.sum() > count", "self.valid.sum() < 0"),

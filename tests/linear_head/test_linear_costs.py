@@ -293,11 +293,18 @@ def random_sizes(count):
 
 def test_no_plan_is_left_out_that_takes_less(monkeypatch):
     """A search over every number of blocks finds the same plans."""
-    sizes = list(random_sizes(60))
-    found = [blocks.planned(blocks.recompute_blocks, size, None) for size in sizes]
+
+    def plans():
+        return [
+            blocks.planned(blocks.recompute_blocks, sizes, budget)
+            for sizes in random_sizes(60)
+            for budget in (None, 1 << 28, 1 << 30, 1 << 32)
+        ]
+
+    found = plans()
     blocks.recompute_blocks.cache_clear()
     monkeypatch.setattr(blocks, "_least_cost", lambda *_: 0.0)
-    assert found == [blocks.planned(blocks.recompute_blocks, size, None) for size in sizes]
+    assert found == plans()
     blocks.recompute_blocks.cache_clear()
 
 

@@ -129,8 +129,6 @@ def recompute_blocks(sizes: Sizes, budget: int) -> Blocks | None:
     forward, best = _tokens_that_fit(sizes, budget), None
     n, width = sizes.tokens, sizes.width
     for parts in range(1, -(-n // TILE) + 1):
-        if best is not None and _least_cost(sizes, parts, 1) >= best[0]:
-            break  # and so is each larger number
         tokens = n if parts == 1 else _even_block_size(n, -(-n // parts // TILE) * TILE)
         left = budget - (4 * width * sizes.hidden if parts > 1 and sizes.weight_sums else 0)
         whole = tokens * sizes.row(width) <= left
