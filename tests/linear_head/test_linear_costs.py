@@ -4,6 +4,7 @@ ignored."""
 import collections
 import logging
 import random
+import types
 
 import pytest
 import torch
@@ -358,6 +359,37 @@ def test_auto_says_what_it_does(caplog, monkeypatch):
         "linear head: one sweep",
         "linear head: recompute",
     ]
+
+
+@pytest.mark.parametrize("main_grad", [False, True])
+def test_auto_takes_one_sweep_where_sums_of_a_weight_are_a_small_share(main_grad, monkeypatch):
+    """Of half precision, whose dW is summed in fp32; in a budget of the caller's, it is his."""
+    n, hidden_size, width = 1000, 128, 100_000
+    hidden = torch.zeros(n, hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.zeros(width, hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    weight.main_grad = torch.zeros(width, hidden_size)
+    labels = torch.zeros(n, dtype=torch.long)
+    needed = blocks.DEFAULT_BLOCK + 4 * width * hidden_size
+    for share, budget, way in (
+        (needed, None, "one sweep"),
+        (needed - 1, None, "recompute"),
+        (needed, 1 << 20, "recompute"),
+    ):
+        monkeypatch.setattr(linear_request, "free_share", lambda _, share=share: share)
+        linear = Linear(main_grad=main_grad, budget=budget)
+        assert HeadLoss().explain_linear(hidden, weight, labels, linear=linear).way == way
+
+
+@pytest.mark.parametrize(
+    "gib, share", [(79.1, 4), (79.6, 4), (80.0, 4), (139.8, 8), (39.4, 2), (23.6, 1)]
+)
+def test_the_share_is_that_of_a_kind_of_gpu(gib, share, monkeypatch):
+    facts = types.SimpleNamespace(total_memory=int(gib * 2**30))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: facts)
+    linear_request.free_share.cache_clear()
+    assert linear_request.free_share(torch.device("cuda", 0)) == share << 30
+    linear_request.free_share.cache_clear()
+    assert linear_request.free_share(torch.device("cpu")) == 0
 
 
 def test_the_mode_of_a_repeated_call_follows_gradients(caplog):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from ..arguments.teachers import TeacherHead
 from ..call.given import Given
 from ..call.request_of import build_request
 from ..engine.request import Request, TeacherOperands, Tensors
+from ..ranks.compiler import constant_for_compile
 from ..ranks.shard import VocabShard
 from ..spec.checks import operand_dtype, refuse_export
 from . import blocks, epilogue
@@ -149,11 +151,25 @@ class LinearRequest(NamedTuple):
         planner = blocks.one_sweep_tokens
         weight_bytes, forced = 4 * sizes.width * sizes.hidden, linear.mode == "one_sweep"
         own = weight_bytes if linear.main_grad and linear.upstream is None else 0
-        min_sums = weight_bytes if forced and (own or sizes.weight_sums) else 0
+        sums = weight_bytes if own or sizes.weight_sums else 0
+        is_small = sums + blocks.DEFAULT_BLOCK <= free_share(self.hidden.device)
+        min_sums = sums if forced or is_small else 0
         tokens = blocks.planned(planner, sizes, linear.budget, min_sums, own)
         if tokens is None and forced:
             raise ValueError(blocks.refusal(planner, sizes, linear.budget, own))
         return tokens or 0
+
+
+@constant_for_compile
+@functools.cache
+def free_share(device: torch.device) -> int:
+    """Return the bytes that mode "auto" takes without asking: a sixteenth of a GPU's memory, which
+    is rounded down to a power of two before, so that all GPUs of one kind, and so all ranks, have
+    the same. CPUs: none, because nobody knows who else is there."""
+    if device.type != "cuda":
+        return 0
+    total = torch.cuda.get_device_properties(device).total_memory
+    return 1 << total.bit_length() - 1 >> 4
 
 
 def _expect_options_of_a_linear_head(given: Given):
