@@ -372,8 +372,8 @@ def test_auto_takes_one_sweep_where_sums_of_a_weight_are_a_small_share(main_grad
     needed = blocks.DEFAULT_BLOCK + 4 * width * hidden_size
     for share, budget, way in (
         (needed, None, "one sweep"),
-        (needed - 1, None, "recompute"),
-        (needed, 1 << 20, "recompute"),
+        (needed - 1, None, "blocks"),
+        (needed, 1 << 20, "blocks"),
     ):
         monkeypatch.setattr(linear_request, "free_share", lambda _, share=share: share)
         linear = Linear(main_grad=main_grad, budget=budget)
