@@ -362,14 +362,14 @@ def test_auto_says_what_it_does(caplog, monkeypatch):
 
 
 @pytest.mark.parametrize("main_grad", [False, True])
-def test_auto_takes_one_sweep_where_sums_of_a_weight_are_a_small_share(main_grad, monkeypatch):
+def test_auto_takes_one_sweep_where_it_is_a_small_share_of_a_gpu(main_grad, monkeypatch):
     """Of half precision, whose dW is summed in fp32; in a budget of the caller's, it is his."""
     n, hidden_size, width = 1000, 128, 100_000
     hidden = torch.zeros(n, hidden_size, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.zeros(width, hidden_size, dtype=torch.bfloat16, requires_grad=True)
     weight.main_grad = torch.zeros(width, hidden_size)
     labels = torch.zeros(n, dtype=torch.long)
-    needed = blocks.DEFAULT_BLOCK + 4 * width * hidden_size
+    needed = 2 * 512 * width + 4 * width * hidden_size  # a block and dW in fp32
     for share, budget, way in (
         (needed, None, "one sweep"),
         (needed - 1, None, "blocks"),

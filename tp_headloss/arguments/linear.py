@@ -34,10 +34,10 @@ class Linear:
         mode: "recompute" makes the logits twice, for any loss and any use of the statistics (four
             GEMMs). "one_sweep" computes gradients in the forward (three; `HeadLoss.linear` only,
             where its conditions are; an exchange per block). "auto" (default): one sweep where it
-            is possible and the budget has room for blocks of 512 tokens; without a budget also
-            where fp32 memory for dW and a block of 128 MiB take at most a sixteenth of the GPU's
-            memory, rounded down to a power of two (4 GiB of 80, 8 of 141); else recompute. Which
-            one it was is logged (logger "tp_headloss", INFO).
+            is possible and the budget has room for blocks of 512 tokens, else recompute. Without a
+            budget the fastest blocks within a sixteenth of the GPU's memory, which is rounded down
+            to a power of two before (4 GiB of 80, 8 of 141; on CPUs none): these are all logits
+            where they fit. Which one it was is logged (logger "tp_headloss", INFO).
         budget: bytes beyond inputs, dH and dW (the gradients of hidden states and weight): a block
             of logits and, where sums over blocks are not what is returned, fp32 memory for them (of
             dH or dW if these are of half precision). None: 128 MiB for a block and, in half

@@ -151,12 +151,13 @@ class LinearRequest(NamedTuple):
         planner = blocks.one_sweep_tokens
         weight_bytes, forced = 4 * sizes.width * sizes.hidden, linear.mode == "one_sweep"
         own = weight_bytes if linear.main_grad and linear.upstream is None else 0
-        sums = weight_bytes if own or sizes.weight_sums else 0
-        is_small = sums + blocks.DEFAULT_BLOCK <= free_share(self.hidden.device)
-        min_sums = sums if forced or is_small else 0
+        min_sums = weight_bytes if forced and (own or sizes.weight_sums) else 0
         tokens = blocks.planned(planner, sizes, linear.budget, min_sums, own)
         if tokens is None and forced:
             raise ValueError(blocks.refusal(planner, sizes, linear.budget, own))
+        if linear.mode == "auto" and linear.budget is None:
+            of_share = blocks.planned(planner, sizes, free_share(self.hidden.device), 0, own)
+            return max(tokens or 0, of_share or 0)
         return tokens or 0
 
 
