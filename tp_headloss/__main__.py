@@ -131,7 +131,10 @@ def report(devices: list[torch.device], group: dist.ProcessGroup | None) -> tupl
     for device in devices:
         where = str(device) if group is None else f"{device.type}, {group_size(group)} ranks"
         try:
-            found = self_check(device, group)
+            # In this thread: autograd's own may still drop its last tensors when the program ends,
+            # for which torch 2.11 on Python 3.12 aborts the process.
+            with torch.autograd.set_multithreading_enabled(False):
+                found = self_check(device, group)
         except Exception as error:
             if group is not None:
                 raise  # torchrun ends the other ranks, which wait

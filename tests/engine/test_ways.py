@@ -201,10 +201,14 @@ LACKS = {
 
 
 @pytest.mark.parametrize("word", LACKS)
-def test_what_a_loss_lacks_for_one_read_names_who_lacks_it(word):
+def test_what_a_loss_lacks_for_one_read_names_who_lacks_it(word, device):
     term, reduction, inputs = LACKS[word]
     head = hl.HeadLoss([term], reduction=reduction, options=hl.Options(backend="triton"))
-    logits, labels = torch.randn(N, V, requires_grad=True), torch.zeros(N, dtype=torch.long)
+    logits = torch.randn(N, V, device=device, requires_grad=True)
+    labels = torch.zeros(N, dtype=torch.long, device=device)
+    inputs = inputs and {
+        name: x.to(device).detach().requires_grad_(x.requires_grad) for name, x in inputs.items()
+    }
     call, request = head._checked(head._given(logits, labels, None, None), None, None, inputs)
     loss = head._case(call, request).loss
     assert loss.in_one_read is None and word in loss.needs_in_one_read()
