@@ -23,8 +23,8 @@ GROUPS = {
         ("engine/ways/prepared_triton.py", "PreparedLaunches.gradient_of_loss", "self.inplace", "False"),
         ("engine/autograd.py", "Statistics.backward", "not [g for g in others if g is not None]", "True"),
         ("engine/ways/prepared_triton.py", "PreparedLaunches._serves", "self.places == (*place_of(logits), *place_of(labels))", "True"),
-        ("head_loss/reduction.py", "obstacle_to_kernel", "isinstance(x, torch.Tensor) and x.requires_grad", "False"),
-        ("head_loss/reduction.py", "_fused", "definition.reduction == 'sum'", "False"),
+        ("head_loss/reduction.py", "fused_reduction", "isinstance(x, torch.Tensor) and x.requires_grad", "False"),
+        ("head_loss/reduction.py", "fused_reduction", "definition.reduction == 'sum'", "False"),
         ("engine/ways/__init__.py", "_place", "type(given)", "None"),
     ],
     "test_ways": [

@@ -54,7 +54,7 @@ def test_the_reduction_kernel_equals_plain_torch(terms, kind, device, monkeypatc
     for fused in (True, False):
         if not fused:
             monkeypatch.setattr(
-                "tp_headloss.head_loss.reduction.obstacle_to_kernel", lambda *_: "all of it"
+                "tp_headloss.head_loss.reduction.fused_reduction", lambda *_: "all of it"
             )
         logits = x.clone().requires_grad_()
         out = head(logits, labels, **call)

@@ -32,7 +32,7 @@ from ..linear_head.valid_tokens import ValidTokens
 from ..statistics import VocabStatistics
 from .checks import Call
 from .output import HeadLossOutput, make_output
-from .reduction import CallLoss, fused_reduction, reduce_tokens, valid_weight
+from .reduction import CallLoss, reduce_tokens, valid_weight
 from .value_gradients import value_gradients
 
 
@@ -63,9 +63,9 @@ class LinearWay:
             check,
             head.operands if check else None,
         )
-        return make_output(
-            call, stats, evaluate, fused_reduction(call, stats.lse, head.request.facts.backend)
-        )
+        facts = head.request.facts
+        loss_of_call = CallLoss(call, stats.lse, facts.backend, facts.vocab_size)
+        return make_output(call, stats, evaluate, loss_of_call.fused)
 
 
 class Epilogues(LinearWay):
@@ -287,9 +287,9 @@ def _block_loss(call: Call, request: Request, evaluate: Callable) -> Callable:
             sequences=None,
         )
         values, *_ = evaluate(functions, [], stats, block_inputs, None)
-        loss, _ = reduce_tokens(
-            block, stats, values, fused_reduction(block, stats.lse, request.facts.backend)
-        )
+        facts = request.facts
+        loss_of_block = CallLoss(block, stats.lse, facts.backend, facts.vocab_size)
+        loss, _ = reduce_tokens(block, stats, values, loss_of_block.fused)
         return loss
 
     return block_loss

@@ -21,8 +21,9 @@ class CallLoss:
         statistics."""
         self.call, self.vocab_size = call, vocab_size
         self.denominator = call.denominator
-        self.obstacle = obstacle_to_kernel(call, example, backend)
-        self.fused = None if self.obstacle else _fused(call)
+        found = fused_reduction(call, example, backend)
+        self.obstacle = found if isinstance(found, str) else None
+        self.fused = None if isinstance(found, str) else found
 
     @property
     def of_statistics(self) -> FusedReduction | None:
@@ -101,25 +102,30 @@ class CallLoss:
         return torch.full(labels.shape, temperature, device=labels.device)
 
 
-def obstacle_to_kernel(call: Call, example: torch.Tensor, backend: str) -> str | None:
-    """Return what a loss lacks for a kernel that reduces its values, and what it has instead; None:
-    nothing. Other losses are reduced by `reduce_in_torch`, which is the definition.
+def fused_reduction(call: Call, example: torch.Tensor, backend: str) -> FusedReduction | str:
+    """Arguments of the kernel that reduces the values of a loss, or what the loss lacks for it and
+    has instead, after "needs". Then `reduce_in_torch`, which is the definition, reduces it.
 
     example: logits or statistics of the call, for their device. backend: of the statistics.
     """
-    definition = call.definition
+    definition, denominator = call.definition, call.denominator
+    plan = definition.plan.sums[int(call.sequences is not None)]
     if backend != "triton":
         return f"the triton backend, got {backend!r}"
     if not can_skip_dispatch(example):
         return "plain tensors, outside of torch.compile"
-    if definition.plan.sums[int(call.sequences is not None)] is None:
+    if plan is None:
         return _obstacle_to_sums(definition)
-    for name, x in (("token_weight", call.loss_weight), ("denominator", call.denominator)):
+    for name, x in (("token_weight", call.loss_weight), ("denominator", denominator)):
         if isinstance(x, torch.Tensor) and x.requires_grad:
             return f"a {name} without a gradient"
         if isinstance(x, torch.Tensor) and x.device != example.device:
             return f"a {name} on {example.device}, got one on {x.device}"
-    return None
+    if definition.reduction == "sum":
+        denominator = 1.0
+    elif isinstance(denominator, torch.Tensor):
+        denominator = denominator.double()
+    return FusedReduction(plan, call.loss_weight, denominator)
 
 
 def _obstacle_to_sums(definition) -> str:
@@ -130,22 +136,6 @@ def _obstacle_to_sums(definition) -> str:
         return f"terms without a token_weight, got {definition.plan.weighted}"
     trained = [t.name for t in definition.terms if isinstance(t.weight, torch.Tensor)]
     return f"weights of terms that are numbers, got tensors for {trained}"
-
-
-def fused_reduction(call: Call, example: torch.Tensor, backend: str) -> FusedReduction | None:
-    """Arguments of the reduction kernel; None where there is an `obstacle_to_kernel`."""
-    return None if obstacle_to_kernel(call, example, backend) else _fused(call)
-
-
-def _fused(call: Call) -> FusedReduction:
-    definition, denominator = call.definition, call.denominator
-    plan = definition.plan.sums[int(call.sequences is not None)]
-    assert plan is not None, "an obstacle"
-    if definition.reduction == "sum":
-        denominator = 1.0
-    elif isinstance(denominator, torch.Tensor):
-        denominator = denominator.double()
-    return FusedReduction(plan, call.loss_weight, denominator)
 
 
 def reduce_tokens(
