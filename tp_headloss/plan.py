@@ -11,7 +11,9 @@ from typing import NamedTuple
 
 import torch
 
+from .arguments.linear import MIN_SWEEP_TOKENS
 from .linear_head import blocks
+from .linear_head.request import free_share
 
 DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}  # name -> bytes
 # TB/s, and TFLOP/s of dense products of half precision and of fp32 without TF32, as NVIDIA states
@@ -22,6 +24,9 @@ CARDS = {
     "H200": (4.8, 989.0, 67.0),
 }
 PER_TOKEN = 128  # bytes of statistics, packets and labels, about
+ASSUMED_SHARE = (
+    4 << 30
+)  # bytes that `Linear()` may take of a GPU of 80 GB, where there is none here
 OF_LOGITS = "HeadLoss(options=Options({}))({}, labels, shard=shard)"
 LINEAR = "HeadLoss().linear(hidden, weight, labels, shard=shard, linear=Linear({}))"
 
@@ -122,10 +127,11 @@ def ways(head: Head, from_hidden: bool) -> list[Way]:
 
 
 def _without_logits(head: Head) -> list[Way]:
-    """Return the ways of `HeadLoss.linear`, with default budgets and with a quarter of the
-    logits."""
+    """Return the ways of `HeadLoss.linear`: its default, and modes with default budgets and with a
+    quarter of the logits."""
     quarter, sums = -(-head.logits // 4 >> 20), head.fp32_sums  # MiB, bytes
     rows: list[tuple] = [
+        ("default", "", *_default(head)),
         ("recompute", '"recompute"', _recompute(head, None), 4),
         (
             "recompute, a quarter",
@@ -157,6 +163,17 @@ def _without_logits(head: Head) -> list[Way]:
         for name, linear, memory, gemms in rows
         if memory is not None
     ]
+
+
+def _default(head: Head) -> tuple[int | None, int]:
+    """Return the peak in bytes of `Linear()`, and how many GEMMs it takes."""
+    here = torch.cuda.is_available()
+    share = free_share(torch.device("cuda", 0)) if here else ASSUMED_SHARE
+    sizes = head.sizes._replace(weight_sums=bool(head.fp32_sums))
+    tokens = blocks.one_sweep_tokens(sizes, share) or 0
+    if tokens < min(MIN_SWEEP_TOKENS, head.tokens):
+        return _recompute(head, None), 4
+    return _one_sweep(head, share), 3
 
 
 def _recompute(head: Head, budget: int | None) -> int | None:
