@@ -25,11 +25,12 @@ from ..ranks.shard import VocabShard
 from .keys import LOW, decode_keys, ordered_bits
 from .race import masses, race_of
 
-# Logits of a rank, if all had as many, in a block. On a CPU a block's temporaries are a dozen times
-# as large. On a GPU a call is a hundred small kernels per block and a few per tile, and those of a
-# tile are a few times as large.
-# times as large.
-BLOCK_ELEMENTS, GPU_BLOCK_ELEMENTS, TILE_ELEMENTS = 1 << 21, 1 << 27, 1 << 25
+# Logits of a rank, if all had as many, in a block, whose temporaries are a dozen times as large.
+BLOCK_ELEMENTS = 1 << 21
+# On a GPU a call is a hundred small kernels per block and a few per tile, and temporaries of a tile
+# are a few times as large.
+GPU_BLOCK_ELEMENTS = 1 << 27
+TILE_ELEMENTS = 1 << 25
 MOST_TOKENS = 2048  # of a block, for the candidates
 # Logits of the whole vocabulary that are gathered at a time, 16 MiB in fp32; temporaries are a
 # dozen times as large.
@@ -64,7 +65,8 @@ class Kept(NamedTuple):
 def tokens_per_block(shard: VocabShard, device: torch.device) -> int:
     """Tokens of a block, the same on all ranks, however uneven their shards are."""
     elements = BLOCK_ELEMENTS if device.type == "cpu" else GPU_BLOCK_ELEMENTS
-    return max(1, min(MOST_TOKENS, elements // max(64, -(-shard.vocab_size // shard.world_size))))
+    width = max(64, -(-shard.vocab_size // shard.world_size))
+    return max(1, min(MOST_TOKENS, elements // width))
 
 
 def tiles(request: Request) -> list[slice]:
@@ -97,17 +99,20 @@ def find_kept(request: Request, rule: SamplingRule) -> Iterator[Kept]:
     keys, floor, peak, total = _candidates(request, rule)
     z, ids = decode_keys(keys)
     kept, whole = _kept_places(z, keys > floor, floor, peak, total, rule, shard)
-    yield Kept(torch.arange(len(z), device=z.device), z.where(kept & whole, -torch.inf), ids)
+    every = torch.arange(len(z), device=z.device)
+    yield Kept(every, z.where(kept & whole, -torch.inf), ids)
     flat = (~whole[:, 0]).nonzero()[:, 0]
     if not len(flat):
         return
     own = torch.tensor([shard.start, request.facts.valid_width], device=z.device)
     bounds = gather_from_ranks(own, shard.group).tolist()
     for tokens in flat.split(max(1, FLAT_ELEMENTS // shard.vocab_size)):
-        z, ids = _gathered_logits(request, tokens, bounds).sort(dim=1, descending=True, stable=True)
+        gathered = _gathered_logits(request, tokens, bounds)
+        z, ids = gathered.sort(dim=1, descending=True, stable=True)
         own_rule = rule.map_tokens(lambda x: x[tokens])  # noqa: B023 (called at once)
         no_floor = floor.new_full((1, 1), NOTHING)
-        kept, _ = _kept_places(z, z > -torch.inf, no_floor, peak[tokens], None, own_rule, shard)
+        known = z > -torch.inf
+        kept, _ = _kept_places(z, known, no_floor, peak[tokens], None, own_rule, shard)
         yield Kept(tokens, z.where(kept, -torch.inf), ids)
 
 
@@ -116,24 +121,30 @@ def _kept_places(z, known, floor, peak, total, rule: SamplingRule, shard: VocabS
     but the `known` ones; and bool [n, 1], whether it does. floor, peak, total: as `_candidates`
     returns them."""
     whole = (floor == NOTHING) | ~peak.isfinite()
-    kept, drop, lowest = known & peak.isfinite(), z.double() - peak, _lowest(rule, peak)
+    kept = known & peak.isfinite()
+    drop = z.double() - peak
+    lowest = _lowest(rule, peak)
     if lowest is not None:
         kept &= drop >= lowest
         whole = whole | ~(decode_keys(floor)[0].double() - peak >= lowest)
-    size, place = kept.sum(1, keepdim=True), torch.arange(z.shape[1], device=z.device)
+    size = kept.sum(1, keepdim=True)
+    place = torch.arange(z.shape[1], device=z.device)
     if rule.top_k is not None:
         k = _column(rule.top_k, z, torch.int64)
         whole = whole | (size >= k)
         size = size.minimum(k)
     if rule.top_p is not None:
         mass = torch.where(place < size, masses(drop, _unit(shard)), 0)
-        reached, p = mass.cumsum(1), _column(rule.top_p, z, torch.float64)
-        total = reached[:, -1:] if total is None else torch.where(whole, reached[:, -1:], total)
+        reached = mass.cumsum(1)
+        of_known = reached[:, -1:]
+        total = of_known if total is None else torch.where(whole, of_known, total)
+        p = _column(rule.top_p, z, torch.float64)
         # the mass at which top-p ends
-        target = torch.where(p >= 1, total, (p.nan_to_num(0.0) * total.double()).ceil().long())
+        target = (p.nan_to_num(0.0) * total.double()).ceil().long()
+        target = torch.where(p >= 1, total, target)
         # what top-p chooses from
         is_everything = True if rule.top_k is None else k >= shard.vocab_size
-        whole = whole | ((reached[:, -1:] >= target) & ~(p >= 1) & is_everything)
+        whole = whole | ((of_known >= target) & ~(p >= 1) & is_everything)
         size = size.minimum((reached - mass < target).sum(1, keepdim=True))
     return place < size, whole
 
@@ -142,11 +153,12 @@ def _gathered_logits(request: Request, rows: torch.Tensor, bounds: list[list[int
     """Logits [n, V] fp32 of some rows, of which each rank has those of its start and width; one
     all-gather."""
     own = transformed_logits(request, rows)
-    own = pad(own, (0, max(width for _, width in bounds) - own.shape[1]))
+    widest = max(width for _, width in bounds)
+    own = pad(own, (0, widest - own.shape[1]))
     parts = zip(bounds, gather_from_ranks(own, request.shard.group))
     in_order = sorted(parts, key=lambda part: part[0])
-    # -0.0 is 0.0
-    return torch.cat([part[:, :width] for (_, width), part in in_order], 1).float() + 0.0
+    columns = [part[:, :width] for (_, width), part in in_order]
+    return torch.cat(columns, 1).float() + 0.0  # -0.0 is 0.0
 
 
 def _candidates(request: Request, rule: SamplingRule):
@@ -156,7 +168,7 @@ def _candidates(request: Request, rule: SamplingRule):
     a logit is NaN; and for top-p the mass of all ids that min-p keeps, or None. One all-gather, and
     before it for such a mass another one.
     """
-    shard, backend, parts = request.shard, race_of(request.facts.backend), tiles(request)
+    shard, backend = request.shard, race_of(request.facts.backend)
     count = min(shard.vocab_size, max(FEWEST, CANDIDATES // shard.world_size))
     is_short = isinstance(rule.top_k, int) and rule.top_k < shard.vocab_size
     if isinstance(rule.top_k, int):
@@ -168,28 +180,27 @@ def _candidates(request: Request, rule: SamplingRule):
     if with_mass:
         peak = gather_from_ranks(peak, shard.group).amax(0)
     lowest = _lowest(rule, peak)
-    lowest = peak.new_full((1, 1), -torch.inf, dtype=torch.float64) if lowest is None else lowest
+    if lowest is None:
+        lowest = peak.new_full((1, 1), -torch.inf, dtype=torch.float64)
     lowest = lowest[:, 0].expand_as(peak).contiguous()
     found = []
-    for at in parts:
+    for at in tiles(request):
+        z = transformed_logits(request, at)
         masses_of = (peak[at], lowest[at], _unit(shard)) if with_mass else ()
-        found.append(
-            backend.largest_logits(
-                transformed_logits(request, at), bound[at], most, shard.start, *masses_of
-            )
-        )
+        found.append(backend.largest_logits(z, bound[at], most, shard.start, *masses_of))
     keys, size = (torch.cat(part) for part in list(zip(*found))[:2])
     mass = torch.cat([mass for *_, mass in found]) if with_mass else torch.zeros_like(size)
     # below all keys of the bound; above all keys where any were left out
-    floor = (
-        ((ordered_bits(bound) << 32) - 1).clamp(min=NOTHING).masked_fill(size > most, EVERYTHING)
-    )
-    own = torch.cat([torch.stack([floor, peak.view(torch.int32).long(), mass], 1), keys], 1)
-    received = gather_from_ranks(own, shard.group)
+    floor = ((ordered_bits(bound) << 32) - 1).clamp(min=NOTHING)
+    floor = floor.masked_fill(size > most, EVERYTHING)
+    of_token = torch.stack([floor, peak.view(torch.int32).long(), mass], 1)
+    received = gather_from_ranks(torch.cat([of_token, keys], 1), shard.group)
     floor, peaks, mass = received[:, :, :3].unbind(2)
-    keys = received[:, :, 3:].transpose(0, 1).flatten(1).sort(1, descending=True).values
+    keys = received[:, :, 3:].transpose(0, 1).flatten(1)
+    keys = keys.sort(1, descending=True).values
     peak = peaks.int().view(torch.float32).amax(0)
-    return keys, floor.amax(0)[:, None], peak[:, None], mass.sum(0)[:, None] if with_mass else None
+    total = mass.sum(0)[:, None] if with_mass else None
+    return keys, floor.amax(0)[:, None], peak[:, None], total
 
 
 def _peak_and_bound(request: Request, count: int, most: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -197,9 +208,9 @@ def _peak_and_bound(request: Request, count: int, most: int) -> tuple[torch.Tens
     most `most`."""
     width, backend = request.facts.valid_width, race_of(request.facts.backend)
     groups = min(max(GROUPS, 4 * count), max(1, width))
-    maxima = torch.cat(
-        [backend.group_maxima(transformed_logits(request, at), groups) for at in tiles(request)]
-    )
+    # one tile at a time
+    of_tiles = (transformed_logits(request, at) for at in tiles(request))
+    maxima = torch.cat([backend.group_maxima(z, groups) for z in of_tiles])
     if width <= most:
         return maxima.amax(1), maxima.new_full(maxima.shape[:1], -torch.inf)
     largest = maxima.topk(count, sorted=False).values
@@ -228,7 +239,8 @@ def ids_and_counts(kept: Kept) -> tuple[torch.Tensor, torch.Tensor]:
     a GPU."""
     inside = kept.z > -torch.inf
     row, place = inside.nonzero(as_tuple=True)
-    return (((row << 32) + kept.ids[row, place]).sort().values & LOW).int(), inside.sum(1)
+    in_order = ((row << 32) + kept.ids[row, place]).sort().values
+    return (in_order & LOW).int(), inside.sum(1)
 
 
 def join_tokens(parts) -> tuple[torch.Tensor, torch.Tensor]:

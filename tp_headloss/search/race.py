@@ -39,9 +39,11 @@ def best_scores(z, positions, seed: int, start: int, ids=None) -> tuple[torch.Te
     row, column = (z != -torch.inf).nonzero(as_tuple=True)
     variate = exponential(seed, positions[row], ids[row, column])
     score = torch.full_like(z, -torch.inf, dtype=torch.float64)
-    score[row, column] = (z[row, column].double() - variate.log()).nan_to_num(torch.inf, torch.inf)
+    found = z[row, column].double() - variate.log()
+    score[row, column] = found.nan_to_num(torch.inf, torch.inf)
     # for shards without columns
-    score, ids = with_column(score, -torch.inf), with_column(ids, LAST)
+    score = with_column(score, -torch.inf)
+    ids = with_column(ids, LAST)
     best = score.amax(1)
     return best, torch.where(score == best[:, None], ids, LAST).amin(1)
 
@@ -58,7 +60,8 @@ def group_maxima(z, groups: int) -> torch.Tensor:
 
     inf where one is NaN, -inf for groups without columns.
     """
-    z, rows = torch.where(z.isnan(), torch.inf, z.float()), max(1, -(-z.shape[1] // groups))
+    z = torch.where(z.isnan(), torch.inf, z.float())
+    rows = max(1, -(-z.shape[1] // groups))
     z = torch.nn.functional.pad(z, (0, rows * groups - z.shape[1]), value=-torch.inf)
     return z.view(len(z), rows, groups).amax(1)
 
@@ -76,17 +79,15 @@ def largest_logits(z, bound, most: int, start: int, peak=None, lowest=None, unit
     """
     z = torch.where(z.isnan(), torch.inf, z.float())
     found = (z >= bound[:, None]) & (z > -torch.inf)
-    keys = torch.where(
-        found, keys_of(z, torch.arange(start, start + z.shape[1], device=z.device)), NO_KEY
-    )
-    keys = (
-        torch.nn.functional.pad(keys, (0, max(0, most - z.shape[1])), value=NO_KEY)
-        .topk(most)
-        .values
-    )
+    ids = torch.arange(start, start + z.shape[1], device=z.device)
+    keys = torch.where(found, keys_of(z, ids), NO_KEY)
+    missing = max(0, most - z.shape[1])
+    keys = torch.nn.functional.pad(keys, (0, missing), value=NO_KEY)
+    keys = keys.topk(most).values
     if peak is None:
         return keys, found.sum(1), None
     assert lowest is not None
     drop = z.double() - peak[:, None]
     counted = (z > -torch.inf) & (drop >= lowest[:, None])
-    return keys, found.sum(1), torch.where(counted, masses(drop, unit), 0).sum(1)
+    mass = torch.where(counted, masses(drop, unit), 0)
+    return keys, found.sum(1), mass.sum(1)
