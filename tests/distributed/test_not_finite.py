@@ -272,3 +272,39 @@ def partly_empty(group, device):
 def test_check_counts_a_row_as_empty_if_it_is_on_all_ranks(world_size):
     for result in on_ranks(world_size, partly_empty, failures=True):
         assert "logits of token 5 are all -inf; 1 such token" in result.message
+
+
+# of a trained parameter and statistics -> a value that is not finite where they are 0
+OF_ZEROS = {
+    "quotient": lambda t, s: t / s.lse,
+    "logarithm": lambda t, s: t * s.lse.log(),
+    "unlikelihood": lambda t, s: -t * torch.log1p(-s.log_prob.exp()),
+    "mean logit": lambda t, s: t * s.total / s.mass,
+}
+
+
+@pytest.mark.parametrize("is_linear", [False, True])
+@pytest.mark.parametrize("name", OF_ZEROS)
+def test_check_names_a_trained_term_that_is_not_finite_where_a_token_is_ignored(name, is_linear):
+    """Whose parameter would have a gradient of NaN."""
+    problem, function = Problem(None, torch.device("cpu")), OF_ZEROS[name]
+    trained = torch.nn.Parameter(torch.tensor(2.0))
+    want = ("total",) if name == "mean logit" else ()
+
+    def loss_of(own, **options):
+        term = hl.Term("own", own, want=want)
+        head = hl.HeadLoss([term], options=hl.Options(**options))
+        if is_linear:
+            return head.linear(problem.hidden.requires_grad_(), problem.weight, problem.labels).loss
+        return head(problem.logits.requires_grad_(), problem.labels).loss
+
+    def chosen(s):
+        numbers = {"lse": 0.7, "log_prob": -0.7} | dict.fromkeys(["mass"] * len(want), 0.7)
+        safe = {k: torch.where(s.valid, getattr(s, k), x) for k, x in numbers.items()}
+        return function(trained, s._replace(**safe))
+
+    with pytest.raises(ValueError, match="term 'own' is not finite at the ignored token 4"):
+        loss_of(lambda s: function(trained, s), check=True)
+    loss_of(lambda s: function(trained.detach(), s), check=True)  # trains nothing
+    loss_of(chosen, check=True).backward()
+    assert trained.grad.isfinite() and trained.grad != 0

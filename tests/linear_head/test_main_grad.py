@@ -102,6 +102,22 @@ def test_a_declared_upstream_is_kept():
         head.linear(hidden, weight, labels, linear=replace(linear, mode="recompute"))
 
 
+@pytest.mark.parametrize("of_loss", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.float64])
+@pytest.mark.parametrize("number", [0.003, 1 / 3, 2.0])
+def test_a_declared_upstream_is_that_of_the_losss_dtype(number, dtype, of_loss):
+    hidden, weight, _, labels, _ = (
+        x.to(of_loss) if x.dtype.is_floating_point else x for x in tensors()
+    )
+    hidden.requires_grad_()
+    declared = number if dtype is None else torch.tensor(number, dtype=dtype)
+    linear = Linear(mode="one_sweep", upstream=declared)
+    out = HeadLoss().linear(hidden, weight, labels, linear=linear)
+    (found,) = torch.autograd.grad(declared * out.loss, hidden)
+    (expected,) = torch.autograd.grad(declared * F.cross_entropy(hidden @ weight.T, labels), hidden)
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-7)
+
+
 def test_a_tied_embedding_gets_both_gradients():
     _, weight, _, labels, _ = tensors()
     tokens, grads = torch.arange(N) % V, []

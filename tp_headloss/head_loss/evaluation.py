@@ -139,6 +139,42 @@ def _metric_values(metrics, stats, inputs) -> dict[str, torch.Tensor]:
     return values
 
 
+def expect_known_where_ignored(functions: list[StatisticsFunction], values, stats: VocabStatistics):
+    """Raise ValueError if a function that reads something trained is not finite at an ignored
+    token, where statistics are 0.
+
+    Its value is left out there, but 0 times the infinite derivative by what is trained is NaN.
+    """
+    for function, value in zip(functions, values):
+        if value is None or not value.requires_grad or not _reads_trained(value, stats):
+            continue
+        bad = (~stats.valid & ~value.isfinite()).flatten().nonzero().flatten().tolist()
+        if bad:
+            raise ValueError(
+                f"{function.owner} is not finite at the ignored token {bad[0]} (flat index), whose "
+                "statistics are 0, so that the gradient of what it trains would be NaN: choose its "
+                "operands with torch.where(stats.valid, .., number) first"
+            )
+
+
+def _reads_trained(value: torch.Tensor, stats: VocabStatistics) -> bool:
+    """True if the graph of a value has leaves that statistics do not lead to."""
+    tensors = [x for x in stats if isinstance(x, torch.Tensor)]
+    seen = {x.grad_fn for x in tensors}
+    known = {id(x) for x in tensors}
+    todo = [value.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None and id(variable) not in known:
+            return True
+        todo += [after for after, _ in node.next_functions]
+    return False
+
+
 def expect_distinct_names(metrics: dict[str, torch.Tensor], others: dict[str, torch.Tensor]):
     """Raise ValueError if two sets of metrics have a name in common."""
     if clash := set(others) & set(metrics):

@@ -243,7 +243,8 @@ class OneSweep(torch.autograd.Function):
         upstream = upstream.to(accumulation_dtype(upstream.dtype))
         # it is in the gradients; another one makes them NaN instead of wrong
         if ctx.upstream is not None:
-            upstream = torch.where(upstream == ctx.upstream, 1.0, torch.nan).to(upstream.dtype)
+            is_declared = upstream == ctx.upstream.to(upstream.dtype)
+            upstream = torch.where(is_declared, 1.0, torch.nan).to(upstream.dtype)
             if main_grad is not None and ctx.once:
                 raise RuntimeError(
                     "with a declared upstream, dW went into main_grad once: there is no second "

@@ -101,8 +101,9 @@ def _declared_upstream(call: LinearRequest) -> torch.Tensor:
     upstream = call.linear.upstream
     if isinstance(upstream, torch.Tensor):
         return upstream.detach().clone()  # the caller may change it
-    # filled there, where a copy would wait for the device
-    return torch.full((), 1.0 if upstream is None else upstream, device=call.hidden.device)
+    # filled there, where a copy would wait for the device; float64, as a loss may be
+    value = 1.0 if upstream is None else upstream
+    return torch.full((), value, dtype=torch.float64, device=call.hidden.device)
 
 
 def _objective(call: LinearRequest, gradients_of):
