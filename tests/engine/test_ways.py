@@ -189,7 +189,7 @@ WEIGHT = torch.ones(())
 LACKS = {
     "reduction='none'": (hl.CrossEntropy(), "none", None),
     "got tensors for ['own']": (hl.Term("own", own, WEIGHT), "mean", None),
-    "without a token_weight, got ['own']": (
+    "without a class_weight or token_weight, got ['own']": (
         hl.Term("own", StatisticValue("lse"), token_weight=own),
         "mean",
         None,

@@ -36,6 +36,8 @@ def test_one_sweep_refuses_what_it_cannot_do():
                 **{"hidden": hidden, "weight": weight, "labels": labels, "linear": one_sweep}
                 | kwargs
             )
+    pointwise = hl.HeadLoss([hl.Term("own", lambda s: s.lse, pointwise=True)])
+    pointwise.linear(hidden, weight, labels, linear=one_sweep)  # which promises it, too
     out = hl.HeadLoss().linear(hidden, weight, labels, linear=one_sweep)
     with pytest.raises(RuntimeError, match="mode='recompute'"):
         (out.loss + out.stats.log_prob.sum()).backward()

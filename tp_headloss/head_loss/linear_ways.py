@@ -237,7 +237,7 @@ def _obstacle_of_terms(call: Call) -> str | None:
 
 
 def _is_tokenwise(term) -> bool:
-    return term.tokenwise or isinstance(term.function, StatisticValue)
+    return term.tokenwise or term.pointwise or isinstance(term.function, StatisticValue)
 
 
 def _constants(call: Call) -> list:

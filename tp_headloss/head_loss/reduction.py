@@ -41,9 +41,7 @@ class CallLoss:
         if self.obstacle:
             return self.obstacle
         if self.call.sequences is not None:
-            return (
-                f"a reduction over tokens alone, got reduction={self.call.definition.reduction!r}"
-            )
+            return "a call without the input 'sequences'"
         others = [
             f.owner for f in self.call.functions if not isinstance(f.function, StatisticValue)
         ]
@@ -133,7 +131,7 @@ def _obstacle_to_sums(definition) -> str:
     if definition.reduction == "none":
         return "a reduction over tokens, got reduction='none'"
     if definition.plan.weighted:
-        return f"terms without a token_weight, got {definition.plan.weighted}"
+        return f"terms without a class_weight or token_weight, got {definition.plan.weighted}"
     trained = [t.name for t in definition.terms if isinstance(t.weight, torch.Tensor)]
     return f"weights of terms that are numbers, got tensors for {trained}"
 

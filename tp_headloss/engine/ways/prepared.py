@@ -36,7 +36,10 @@ class Prepared(Way):
         if found:
             return f"a call without {' and '.join(found)}"
         if request.ways is None:
-            return "a kind of call that is remembered: plain tensors, and no token weights"
+            return (
+                "a kind of call that is remembered: plain tensors, no token_weight, "
+                "validate='metadata', and no check=True of values"
+            )
         if request.tensors.temperatures is not None:
             return "one temperature of all tokens"
         layout, gradients = request.layout, reduction.plan.gradients
