@@ -81,6 +81,18 @@ def compiled_evaluate() -> Callable:
     return torch.compile(own)
 
 
+def checked_evaluation(run: Callable, check: bool, functions, metrics, stats, inputs, *args):
+    """Call `evaluate`, or a compiled copy `run` of it, and look at what the functions did.
+
+    check: of `Options`.
+    """
+    with expect_unchanged([*functions, *metrics], stats, inputs):
+        found = run(functions, metrics, stats, inputs, *args)
+    if check:
+        expect_known_where_ignored(functions, found[0], stats)
+    return found
+
+
 @contextlib.contextmanager
 def expect_unchanged(
     functions: list[StatisticsFunction], stats: VocabStatistics, inputs: dict[str, Any]

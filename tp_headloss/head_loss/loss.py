@@ -41,12 +41,7 @@ from ..spec import (
 from ..spec.checks import refuse_transforms
 from .checks import Call, Inputs, check_call, local_arguments, replicated_facts
 from .definition import REDUCTIONS, HeadLossDefinition
-from .evaluation import (
-    compiled_evaluate,
-    evaluate,
-    expect_known_where_ignored,
-    expect_unchanged,
-)
+from .evaluation import checked_evaluation, compiled_evaluate, evaluate
 from .linear_ways import explained_linear, linear_output, linear_way_of
 from .output import HeadLossOutput, make_output
 from .reduction import CallLoss
@@ -438,11 +433,8 @@ class HeadLoss(nn.Module):
             return evaluate(functions, metrics, stats, inputs, *args)
         if self._evaluate is None:
             self._evaluate = compiled_evaluate() if self.compile_terms else evaluate
-        with expect_unchanged([*functions, *metrics], stats, inputs):
-            found = self._evaluate(functions, metrics, stats, inputs, *args)
-        if self.options is not None and self.options.check:
-            expect_known_where_ignored(functions, found[0], stats)
-        return found
+        check = self.options is not None and self.options.check
+        return checked_evaluation(self._evaluate, check, functions, metrics, stats, inputs, *args)
 
     def __getstate__(self):
         """Attributes without the compiled function, which can be neither copied nor pickled, and
