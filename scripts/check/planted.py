@@ -380,6 +380,7 @@ GROUPS = {
         ("head_loss/checks.py", "check_call", "total / sequences.ranks", "total"),
     ],
     "test_linear test_main_grad test_linear_costs test_linear_refusals test_linear_compile": [
+        ("linear_head/autograd.py", "OneSweep.backward", "ctx.upstream.to(upstream.dtype)", "ctx.upstream"),
         ("head_loss/remembered.py", "kind_of_call", "None if denominator is None else getattr(denominator, 'requires_grad', False)", "getattr(denominator, 'requires_grad', False)"),
         ("head_loss/remembered.py", "kind_of_call", "None if denominator is None else getattr(denominator, 'requires_grad', False)", "None if denominator is None else False"),
         ("linear_head/sweeps.py", "WeightSums.add", "not first or self.wanted.main_grad is not None", "not first"),
@@ -521,7 +522,6 @@ GROUPS = {
         ("engine/ways/prepared_triton.py", "PreparedLaunches._serves", "False not in map(torch.Tensor.is_contiguous, (merged, *values))", "True"),
         ("linear_head/autograd.py", "LinearStatistics.backward", "Tensors.saved(*request.tensors)", "request.tensors"),
         ("linear_head/autograd.py", "OneSweep.backward", "without_gaps(gradient)", "gradient"),
-        ("linear_head/autograd.py", "OneSweep.backward", "ctx.upstream.to(upstream.dtype)", "ctx.upstream"),
         ("linear_head/autograd.py", "OneSweep.backward", "refuse_batches((upstream, *statistics_grads))", "pass"),
     ],
     "test_collectives test_autograd test_inplace test_layouts test_compile test_arguments": [
