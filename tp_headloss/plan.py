@@ -24,9 +24,8 @@ CARDS = {
     "H200": (4.8, 989.0, 67.0),
 }
 PER_TOKEN = 128  # bytes of statistics, packets and labels, about
-ASSUMED_SHARE = (
-    4 << 30
-)  # bytes that `Linear()` may take of a GPU of 80 GB, where there is none here
+# bytes that `Linear()` may take of a GPU of 80 GB, where there is none here
+ASSUMED_SHARE = 4 << 30
 OF_LOGITS = "HeadLoss(options=Options({}))({}, labels, shard=shard)"
 LINEAR = "HeadLoss().linear(hidden, weight, labels, shard=shard, linear=Linear({}))"
 

@@ -152,6 +152,15 @@ def test_the_source_has_the_values_and_derivatives_of_the_terms(name, tmp_path):
         lambda stats: stats.lse.double(),
         lambda stats: stats.target_logit + 1,
         lambda stats: stats.lse.cumsum(0),
+        lambda stats: stats.lse.sort().values,
+        lambda stats: torch.stack([stats.lse, stats.log_prob]).unbind(0)[1],
+        lambda stats: torch.frexp(stats.lse)[0],
+        lambda stats: torch.erfinv(stats.log_prob),
+        lambda stats: stats.nothing,
+        lambda stats: stats.lse + float(stats.lse[0]),
+        lambda stats: stats.lse.tolist(),
+        lambda stats: None,
+        lambda stats: stats.lse.to("meta"),
     ],
 )
 def test_terms_that_are_more_than_arithmetic_have_none(function):

@@ -56,8 +56,10 @@ class CallLoss:
             of_statistics is not None and of_statistics.plan.gradients is not None
         ):
             return of_statistics
+        if self._trained_inputs():
+            return of_statistics
         rows = self._rows()
-        if self._trained_inputs() or isinstance(rows, str):
+        if isinstance(rows, str):
             return of_statistics
         values = [StatisticValue("")] * len(self.call.definition.terms)
         metrics = [f.function for f in self.call.functions[len(values) :]]

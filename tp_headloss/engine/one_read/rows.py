@@ -203,9 +203,9 @@ def row_function(terms, vocab_size: int = 0) -> RowFunction:
     try:
         with _plain_torch():
             graph = make_fx(values_and_slopes)(*torch.zeros(count, 2).unbind(0)).graph
+        source = _source(graph, len(terms), inputs)
     except (TypeError, AttributeError, RuntimeError, ValueError) as error:
         raise NotArithmetic.found(f"{type(error).__name__}: {error}") from error
-    source = _source(graph, len(terms), inputs)
     return RowFunction(source, len(terms), inputs, used[SLOPES.index("entropy")])
 
 
@@ -264,6 +264,8 @@ def _source(graph, n_terms: int, inputs) -> str:
 
 def _expression(node, names: dict, kinds: dict) -> tuple[str, str]:
     """An operation of the trace in C++, and the kind of its result. Raises NotArithmetic."""
+    if not isinstance(node.target, torch._ops.OpOverload):  # of a result of several tensors
+        raise NotArithmetic.found(f"more than one tensor by {node.args[0]}")
     name = f"{node.target.overloadpacket.__name__.removesuffix('_')}.{node.target._overloadname}"
     operands = list(node.args[:1] if name in SIZED else node.args)
     keywords = {
