@@ -655,7 +655,7 @@ GROUPS = {
         ("ranks/comm.py", "texts_of_job", "store.check(['tp_headloss/absent'])", "False"),
     ],
     "test_not_finite": [
-        ("head_loss/evaluation.py", "expect_known_where_ignored", "not _reads_trained(value, stats)", "False"),
+        ("head_loss/evaluation.py", "expect_known_where_ignored", "not has_other_leaves(value, known)", "False"),
         ("head_loss/evaluation.py", "checked_evaluation", "check", "False"),
         ("call/not_finite.py", "_refuse_rows", "sum_over_ranks(some, request.shard.group) == 0", "some == 0"),
         ("call/not_finite.py", "_refuse_rows", "values.isnan()", "values < 0"),
@@ -720,7 +720,7 @@ GROUPS = {
         ("spec/checked.py", "lines_of", "name not in ('cls', 'self') and parameter.kind is not parameter.VAR_KEYWORD", "False"),
     ],
     "test_linear_refusals": [
-        ("linear_head/one_sweep.py", "loss_gradients", "_depends_on_others(loss, leaves.values())", "here.start == 0 and _depends_on_others(loss, leaves.values())"),
+        ("linear_head/one_sweep.py", "loss_gradients", "has_other_leaves(loss, leaves.values())", "here.start == 0 and has_other_leaves(loss, leaves.values())"),
         ("head_loss/linear_ways.py", "linear_output", "obstacle.in_main_grad", "False"),
         ("head_loss/remembered.py", "_facts_of_inputs", "(name, x.dtype, x.device, x.requires_grad)", "(name, x.dtype, x.device)"),
         ("linear_head/request.py", "LinearRequest.again", "self.linear.main_grad", "False"),

@@ -10,6 +10,8 @@ Nothing is exchanged in a backward: each rank's part of the gradient needs its o
 merged rows, which all ranks have after the forward.
 """
 
+from collections.abc import Iterable
+
 import torch
 
 from ..spec.checks import refuse_batches
@@ -256,3 +258,22 @@ class FromShards(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return ToShards.apply(grad, *ctx.reduction), None, None, None, None
+
+
+def has_other_leaves(x: torch.Tensor, tensors: Iterable[torch.Tensor]) -> bool:
+    """Return True if the graph of x has leaves to which none of the tensors leads."""
+    leaves, seen = set(), set()
+    for tensor in tensors:
+        leaves.add(id(tensor))
+        seen.add(tensor.grad_fn)
+    todo = [x.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None and id(variable) not in leaves:
+            return True
+        todo += [after for after, _ in node.next_functions]
+    return False

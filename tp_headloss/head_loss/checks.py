@@ -257,8 +257,8 @@ def _refuse_other_names(needed: set[str], given: set[str]):
     wrong += [f"{name!r}{said}" for name, said in hints.items() if said]
     if "teacher" in unused:
         wrong.append(
-            "a teacher is taken by Distillation and its relatives, by metrics of its statistics, and "
-            "by a term of your own with want=('forward_kl',) or another of them"
+            "a teacher is taken by Distillation and its relatives, by metrics of its statistics, "
+            "and by a term of your own with want=('forward_kl',) or another of them"
         )
     if "reference_log_prob" in unused:
         wrong.append("a KL of weight 0, as kl=0, takes none")

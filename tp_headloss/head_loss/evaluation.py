@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..engine.autograd import has_other_leaves
 from ..engine.reductions import StatisticValue
 from ..statistics import VocabStatistics, known_statistics
 from .token_sums import expect_per_token, metric_sums
@@ -157,8 +158,9 @@ def expect_known_where_ignored(functions: list[StatisticsFunction], values, stat
 
     Its value is left out there, but 0 times the infinite derivative by what is trained is NaN.
     """
+    known = [x for x in stats if isinstance(x, torch.Tensor)]
     for function, value in zip(functions, values):
-        if value is None or not value.requires_grad or not _reads_trained(value, stats):
+        if value is None or not has_other_leaves(value, known):
             continue
         bad = (~stats.valid & ~value.isfinite()).flatten().nonzero().flatten().tolist()
         if bad:
@@ -167,24 +169,6 @@ def expect_known_where_ignored(functions: list[StatisticsFunction], values, stat
                 "statistics are 0, so that the gradient of what it trains would be NaN: choose its "
                 "operands with torch.where(stats.valid, .., number) first"
             )
-
-
-def _reads_trained(value: torch.Tensor, stats: VocabStatistics) -> bool:
-    """True if the graph of a value has leaves that statistics do not lead to."""
-    tensors = [x for x in stats if isinstance(x, torch.Tensor)]
-    seen = {x.grad_fn for x in tensors}
-    known = {id(x) for x in tensors}
-    todo = [value.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if variable is not None and id(variable) not in known:
-            return True
-        todo += [after for after, _ in node.next_functions]
-    return False
 
 
 def expect_distinct_names(metrics: dict[str, torch.Tensor], others: dict[str, torch.Tensor]):

@@ -37,7 +37,7 @@ class CallLoss:
         return self.fused if alone else None
 
     def needs_of_statistics(self) -> str:
-        """What the loss lacks where `of_statistics` is None, and what it has instead."""
+        """Return what the loss lacks where `of_statistics` is None, and what it has instead."""
         if self.obstacle:
             return self.obstacle
         if self.call.sequences is not None:
@@ -68,7 +68,7 @@ class CallLoss:
         return self.fused._replace(plan=plan, rows=rows, given=given)
 
     def needs_in_one_read(self) -> str:
-        """What the loss lacks where `in_one_read` is None, and what it has instead."""
+        """Return what the loss lacks where `in_one_read` is None, and what it has instead."""
         if self.obstacle:
             return self.obstacle
         if trained := self._trained_inputs():
@@ -129,7 +129,7 @@ def fused_reduction(call: Call, example: torch.Tensor, backend: str) -> FusedRed
 
 
 def _obstacle_to_sums(definition) -> str:
-    """What a definition without `CallPlan.sums` lacks."""
+    """Return what a definition without `CallPlan.sums` lacks for a kernel that sums its loss."""
     if definition.reduction == "none":
         return "a reduction over tokens, got reduction='none'"
     if definition.plan.weighted:

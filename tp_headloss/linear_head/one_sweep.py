@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 
 from ..call.statistics import assembled
+from ..engine.autograd import has_other_leaves
 from ..engine.passes import kernel_gradients
 from ..engine.request import Tensors
 from ..engine.ways.one_read import OneReadBlocks
@@ -142,7 +143,7 @@ def loss_gradients(call: LinearRequest, loss_of, upstream):
             )
         if not loss.requires_grad:
             return {}
-        if _depends_on_others(loss, leaves.values()):  # each block has a graph of its own
+        if has_other_leaves(loss, leaves.values()):  # each block has a graph of its own
             in_main_grad = (
                 here.start > 0 and call.linear.main_grad and call.linear.upstream is not None
             )
@@ -180,17 +181,3 @@ def attach_gradients(
 
 def _same(x):
     return x
-
-
-def _depends_on_others(loss: torch.Tensor, leaves) -> bool:
-    """True if the graph of the loss ends in anything but the leaves."""
-    known, todo, seen = {id(leaf) for leaf in leaves}, [loss.grad_fn], set()
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if (variable := getattr(node, "variable", None)) is not None and id(variable) not in known:
-            return True
-        todo += [after for after, _ in node.next_functions]
-    return False

@@ -169,7 +169,8 @@ def row_function(terms, vocab_size: int = 0) -> RowFunction:
     ]
     if others:
         raise NotArithmetic(
-            f"terms that are statistics, or pointwise functions of them (Term.pointwise), got {others}"
+            "terms that are statistics, or pointwise functions of them (Term.pointwise), got "
+            f"{others}"
         )
     from torch.fx.experimental.proxy_tensor import make_fx  # which loads much
 
@@ -264,8 +265,6 @@ def _source(graph, n_terms: int, inputs) -> str:
 
 def _expression(node, names: dict, kinds: dict) -> tuple[str, str]:
     """An operation of the trace in C++, and the kind of its result. Raises NotArithmetic."""
-    if not isinstance(node.target, torch._ops.OpOverload):  # of a result of several tensors
-        raise NotArithmetic.found(f"more than one tensor by {node.args[0]}")
     name = f"{node.target.overloadpacket.__name__.removesuffix('_')}.{node.target._overloadname}"
     operands = list(node.args[:1] if name in SIZED else node.args)
     keywords = {
