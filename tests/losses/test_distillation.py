@@ -181,3 +181,17 @@ def test_what_cannot_work_is_refused():
             hl.vocab_statistics(x, want=want, **given)
     with pytest.raises(ValueError, match=r"missing \['teacher'\]"):
         hl.HeadLoss(metrics=want)(x, torch.zeros(3, dtype=torch.long))
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda x: hl.Teacher(x),
+        lambda x: hl.TopKTeacher(torch.arange(6).view(2, 3), x.log_softmax(-1)),
+        lambda x: hl.TeacherHead(x, torch.ones(5, 3)),
+    ],
+)
+def test_teachers_are_equal_to_themselves_alone(made):
+    """Tensors of theirs have no one truth, for which torch would raise."""
+    first, second = made(torch.ones(2, 3)), made(torch.ones(2, 3))
+    assert first == first and first != second and len({first, second, first}) == 2

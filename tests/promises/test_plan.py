@@ -193,6 +193,26 @@ def test_blocks_are_smaller_where_the_budget_is():
         assert found["one sweep, main_grad"] < found["in place"]
 
 
+@pytest.mark.parametrize(
+    "tokens, hidden, vocab, gemms, mib",
+    [  # memory as measured on an H100
+        (8192, 4096, 128256, 3, 3070),
+        (8192, 2048, 128256, 3, 2537),
+        (8192, 4096, 32064, 3, 815),
+        # neither all logits nor dW in fp32 are within the share
+        (16384, 8192, 256000, 4, None),
+    ],
+)
+def test_the_default_is_one_sweep_within_its_share(tokens, hidden, vocab, gemms, mib, monkeypatch):
+    monkeypatch.setattr(plan, "free_share", lambda device: plan.ASSUMED_SHARE)
+    found = {way.name: way for way in plan.ways(plan.Head(tokens, vocab, 1, "bf16", hidden), True)}
+    assert found["default"].gemms == gemms
+    if mib is None:
+        assert found["default"].memory == found["recompute"].memory
+    else:
+        assert found["default"].memory == pytest.approx(mib * MIB, rel=0.005)
+
+
 # names in docs/bench -> a way, and whether dW is in a main_grad; the memory is that beyond dH and
 # dW
 PUBLISHED = {
