@@ -62,7 +62,8 @@ class Head(NamedTuple):
     @property
     def has_one_read(self) -> bool:
         """Whether one launch can serve these shards on a GPU for which it is."""
-        return self.dtype in ("bf16", "fp16") and self.tp <= 8 and self.vocab % (8 * self.tp) == 0
+        columns = 16 // DTYPES[self.dtype]  # of a vector
+        return self.tp <= 8 and self.vocab % (columns * self.tp) == 0
 
     @property
     def sizes(self) -> blocks.Sizes:

@@ -98,10 +98,12 @@ def teacher_beside(logits, temperature):
 def one_read(labels):
     temperatures = torch.rand(len(labels), device=labels.device) + 0.5
     policy = {"advantages": labels.sign().float(), "old_log_prob": -labels.float() / 100}
-    for width in (1000, 50304):
-        logits = torch.randn(
-            len(labels), width, device=labels.device, dtype=torch.bfloat16
-        ).requires_grad_()
+    for width, dtype in (
+        (1000, torch.bfloat16),
+        (50304, torch.bfloat16),
+        (1000, torch.float32),
+    ):
+        logits = torch.randn(len(labels), width, device=labels.device, dtype=dtype).requires_grad_()
         for terms, metrics, inputs in (
             ([hl.CrossEntropy(), hl.ZLoss(1e-4)], (), None),
             ([hl.CrossEntropy(), hl.Entropy(0.1)], ("accuracy",), None),

@@ -31,11 +31,15 @@ def kernel_numbers():
     return {name: int(x) for name, x in re.findall(r"(\w+) = (\d+)[,;]", source)}
 
 
-@pytest.mark.parametrize("has_teacher", [False, True])
+@pytest.mark.parametrize(
+    "dtype, has_teacher",
+    [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, False)],
+)
 @pytest.mark.parametrize("vocab_size", [250, 700, 32000, 32064, 50304, 128256, 151936, 262144])
-def test_leaves_depend_on_the_vocabulary_alone(vocab_size, has_teacher):
-    size, matrices = canonical_chunk_size(vocab_size), 1 + has_teacher
-    all_cuts = [one_read_launch.cuts_of(size, 8 // ranks, has_teacher) for ranks in (1, 2, 4, 8)]
+def test_leaves_depend_on_the_vocabulary_alone(vocab_size, dtype, has_teacher):
+    chunk = canonical_chunk_size(vocab_size) // one_read_launch.columns_of_vector(dtype)
+    matrices = 1 + has_teacher
+    all_cuts = [one_read_launch.cuts_of(chunk, 8 // ranks, has_teacher) for ranks in (1, 2, 4, 8)]
     assert len({(cuts.chunk, cuts.cuts) for cuts in all_cuts}) == 1
     for ranks, cuts in zip((1, 2, 4, 8), all_cuts):
         assert (
@@ -120,7 +124,7 @@ FLAGS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("case", FLAGS)
 def test_a_kernel_is_compiled_with_what_its_loss_needs(case, dtype, device):
     terms, metrics, transform, expected = FLAGS[case]
@@ -138,7 +142,8 @@ def test_a_kernel_is_compiled_with_what_its_loss_needs(case, dtype, device):
     x = request.tensors.logits
     rows = one_read_launch.Rows.of(request, x, x)
     found = one_read_launch.flags_of(request.facts, plan, function, rows)
-    assert sorted(found) == sorted(expected + ["HALF"] * (dtype == torch.float16))
+    of_dtype = {torch.float16: ["HALF"], torch.float32: ["FLOAT32"]}.get(dtype, [])
+    assert sorted(found) == sorted(expected + of_dtype)
 
 
 # Launches of other shapes follow each other in one memory, so that packets of one may lie where

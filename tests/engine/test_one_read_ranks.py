@@ -281,11 +281,12 @@ def _float64_loss(kind, logits, labels, inputs, denominator):
 
 
 def _random_logits(choices, device, vocab_size, n_rows, seed):
-    """Logits [N, V] of a random spread and shift, labels, and inputs of a policy."""
+    """Logits [N, V] of a random dtype, spread and shift, labels, and inputs of a policy."""
     generator = torch.Generator(device).manual_seed(seed)
     draw = lambda *shape: torch.randn(shape, device=device, generator=generator)  # noqa: E731
     spread, shift = choices.choice([0.3, 1.0, 4.0]), choices.choice([-200.0, 0.0, 30.0])
-    logits = (spread * draw(n_rows, vocab_size) + shift).bfloat16()
+    dtype = choices.choice([torch.bfloat16, torch.float32])
+    logits = (spread * draw(n_rows, vocab_size) + shift).to(dtype)
     labels = torch.randint(vocab_size, (n_rows,), device=device, generator=generator)
     labels[draw(n_rows) < choices.choice([-9.0, 0.0])] = IGNORED
     inputs = {
@@ -321,7 +322,7 @@ def _random_steps_against_float64(group, device, repeats):
         out = head(x, labels, shard=shard, denominator=denominator, **given)
         (found,) = torch.autograd.grad(out.loss, x)
         mine = whole if shard is None else whole[:, shard.start : shard.stop]
-        rounding = (mine.bfloat16().double() - mine).norm()
+        rounding = (mine.to(x.dtype).double() - mine).norm()
         error, noise = (found.double() - mine).norm(), 1e-5 * mine.norm() + 1e-12
         far = abs(out.loss.double() - expected) > 1e-5 * size + 1e-6
         if bool(far) or not bool(error <= 1.1 * rounding + noise):

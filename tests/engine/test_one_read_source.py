@@ -78,6 +78,11 @@ def host(tmp_path_factory):
     return library(tmp_path_factory.mktemp("node"))
 
 
+@pytest.fixture(scope="module")
+def host_of_fp32(tmp_path_factory):
+    return library(tmp_path_factory.mktemp("fp32"), "-DFLOAT32")
+
+
 def pointer(array):
     assert array.flags.c_contiguous
     return array.ctypes.data_as(ctypes.c_void_p)
@@ -239,16 +244,23 @@ def test_no_order_of_joins_loses_a_bad_logit(host, bad):
 
 
 @needs_compiler
+@pytest.mark.parametrize("is_fp32", [False, True])
 @pytest.mark.parametrize("flags", range(4))
-def test_a_packet_carries_a_node_the_labels_logit_and_flags(flags, host):
+def test_a_packet_carries_a_node_the_labels_logit_and_flags(flags, is_fp32, host, host_of_fp32):
+    if is_fp32:
+        host = host_of_fp32
     *_, whole = parts_and_whole(rows())
     for i, name in enumerate(("teacher_max", "teacher_sum", "cross", "gap", "teacher_logit")):
         whole[name] = np.arange(len(whole)) + i / 8
     random = np.random.default_rng(2)
-    logits = bf16(random.standard_normal(len(whole))).astype(np.float32)
+    logits = random.standard_normal(len(whole)).astype(np.float32)
+    bits = logits.view(np.uint32)
+    if not is_fp32:
+        logits = bf16(logits).astype(np.float32)
+        bits = (logits.view(np.uint32) >> 16).astype(np.uint16)
     found, labels = np.empty_like(whole), np.empty_like(logits)
     owners, ignored = np.empty((2, len(whole)), dtype=np.int32)
-    given = pointer(whole), pointer(logits), flags
+    given = pointer(whole), pointer(bits), flags
     results = map(pointer, (found, labels, owners, ignored))
     host.packets(*given, *results, len(whole))
     expect_same_bits(found, whole)
@@ -258,11 +270,12 @@ def test_a_packet_carries_a_node_the_labels_logit_and_flags(flags, host):
 
 
 @needs_compiler
-def test_a_packet_has_come_once_all_stores_are_of_this_launch(host):
+def test_a_packet_has_come_once_all_stores_are_of_this_launch(host, host_of_fp32):
     for launch in (1, 2, 7, 0x3FFFFFFF):
-        assert host.has_come(launch, -1, 0)
-        for store in range(4):
-            assert not host.has_come(launch, store, launch - 1)
+        for one, stores in ((host, 4), (host_of_fp32, 5)):
+            assert one.has_come(launch, -1, 0)
+            for store in range(stores):
+                assert not one.has_come(launch, store, launch - 1)
 
 
 @needs_compiler
@@ -493,13 +506,23 @@ def test_a_gradient_is_nan_unless_one_rank_has_the_label(host):
 def test_large_logits_have_the_gradient_of_small_ones(top, step, scale, by, host):
     """Logits of 16 bits that lie far from 0 are equal or far apart, so that z is exact."""
     small = step * np.array([0.0, 0, -1, -2, 0, -3])
-    large = bf16(top) + small
+    large = np.round(bf16(top) / 256) * 256 + small  # which float32 has, too
     found = []
     for logits in (small, large):
         node = node_of(logits[1:], scale=scale)
         fields = by_statistic("factor", by)
         found.append(gradient(host, logits, 0, node, scale=scale, **fields))
     np.testing.assert_allclose(*found, rtol=3e-6, atol=1e-6 * scale)
+
+
+@needs_compiler
+@pytest.mark.parametrize("by", np.eye(4))
+@pytest.mark.parametrize("top, step, scale", [(3e6, 0.25, 1.0), (3e8, 32, 1.0), (3e9, 256, 1.0)])
+def test_large_logits_of_32_bits_have_the_gradient_of_small_ones(
+    top, step, scale, by, host_of_fp32
+):
+    """z of which one is a bit above another."""
+    test_large_logits_have_the_gradient_of_small_ones(top, step, scale, by, host_of_fp32)
 
 
 @needs_compiler
@@ -696,14 +719,16 @@ def test_a_logit_near_0_has_the_same_bits_beside_any_others(tmp_path):
 
 
 @needs_compiler
-@pytest.mark.parametrize("flag, dtype", [("-DHALF", np.float16), ("-DBF16", None)])
+@pytest.mark.parametrize(
+    "flag, dtype", [("-DHALF", np.float16), ("-DBF16", None), ("-DFLOAT32", np.float32)]
+)
 def test_logits_are_the_numbers_of_their_bits(flag, dtype, tmp_path):
     halves = np.arange(1 << 16, dtype=np.uint16)
-    pairs = np.stack([halves, halves[::-1]], axis=1)  # as they lie in memory: low, high
-    found = np.empty(pairs.shape, dtype=np.float32)
-    library(tmp_path, flag).logits(pointer(pairs), pointer(found), len(pairs))
-    as_bf16 = (pairs.astype(np.uint32) << 16).view(np.float32)
-    expected = as_bf16 if dtype is None else pairs.view(dtype).astype(np.float32)
+    bits = np.concatenate([halves, halves[::-1], halves])  # whole vectors of any dtype
+    as_bf16 = (bits.astype(np.uint32) << 16).view(np.float32)
+    expected = as_bf16 if dtype is None else bits.view(dtype).astype(np.float32)
+    found = np.empty_like(expected)
+    library(tmp_path, flag).logits(pointer(bits), pointer(found), bits.nbytes // 16)
     np.testing.assert_array_equal(found, expected)
 
 
@@ -765,11 +790,12 @@ WRONG = [
 
 
 @needs_compiler
-@pytest.mark.parametrize("want", [(), *((flag,) for flag in one_read_params.FLAGS)])
-def test_the_argument_and_the_numbers_are_the_same_in_both_languages(want, tmp_path):
-    source = ARGUMENT + one_read_params.agreement(want)
-    flags = [f"-D{flag.upper()}" for flag in want]
-    assert compiled(tmp_path, source, "-fsyntax-only", *flags) == ""
+@pytest.mark.parametrize(
+    "flags", [(), *((flag.upper(),) for flag in one_read_params.FLAGS), ("FLOAT32", "TOTAL")]
+)
+def test_the_argument_and_the_numbers_are_the_same_in_both_languages(flags, tmp_path):
+    source = ARGUMENT + one_read_params.agreement(*flags)
+    assert compiled(tmp_path, source, "-fsyntax-only", *(f"-D{flag}" for flag in flags)) == ""
 
 
 @needs_compiler

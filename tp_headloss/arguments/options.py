@@ -72,12 +72,12 @@ class Options:
             the last time, at first 1. If another one comes, the backward writes the gradient, and
             after two such steps the forward waits until one has come repeatedly. So what differs
             from step to step belongs into ``denominator`` or ``token_weight``. With ``inplace`` the
-            gradient is for 1, and multiplied for others, which rounds it a second time. For
-            bfloat16 or float16 logits on GPUs of compute capability 9.0, whose rows begin at
-            multiples of 16 bytes; equal shards on at most 8 ranks with symmetric memory; a positive
-            scale; no bias; terms that are statistics or `Term.pointwise` (no class weights), and at
-            most six sums of lse, log_prob, entropy, total, forward_kl, reverse_kl, the accuracy and
-            such terms; a `Teacher` whose logits have the student's dtype and such rows, or none; a
+            gradient is for 1, and multiplied for others, which rounds it a second time. For logits
+            on GPUs of compute capability 9.0, whose rows begin at multiples of 16 bytes; equal
+            shards on at most 8 ranks with symmetric memory; a positive scale; no bias; terms that
+            are statistics or `Term.pointwise` (no class weights), and at most six sums of lse,
+            log_prob, entropy, total, forward_kl, reverse_kl, the accuracy and such terms; a
+            `Teacher` whose logits have the student's dtype and such rows, or none; a
             reduction over tokens; no sets, ids or rank, and no weights or inputs that require a
             gradient; ValueError for other calls that need a gradient. "backward" has a launch of
             the backward write it. "auto" takes "forward" where it can and was measured to be

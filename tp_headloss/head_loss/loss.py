@@ -231,7 +231,7 @@ class HeadLoss(nn.Module):
             >>> logits, labels = torch.zeros(2, 8, requires_grad=True), torch.tensor([1, 2])
             >>> found = HeadLoss().explain(logits, labels)
             >>> found.way, found.obstacles["one read"]
-            ('general', 'needs bfloat16 or float16 logits on a GPU, got torch.float32 on cpu')
+            ('general', 'needs logits on a GPU, got cpu')
         """
         kind = self._kind(logits, labels, shard, token_weight, denominator, transform, inputs)
         given = self._given(logits, labels, shard, transform)

@@ -52,10 +52,10 @@ def sweep_statistics(
     if wanted.main_grad is not None:
         _refuse_checkpoints()
     objective = _objective(call, objective_of(upstream))
-    one_read = None
-    if in_one_read is not None:
+    one_read, is_exact = None, call.facts.logits_dtype != call.facts.dtype
+    if in_one_read is not None and not is_exact:  # whose gradients have another dtype
         one_read = OneReadBlocks(in_one_read.in_rows(request.order), upstream.float())
-    with torch.no_grad(), torch.autocast(call.hidden.device.type, enabled=False):
+    with torch.no_grad(), sweeps.without_autocast(call.hidden.device):
         plain = request._replace(
             tensors=Tensors._make([None if x is None else x.detach() for x in request.tensors])
         )

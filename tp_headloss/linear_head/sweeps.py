@@ -15,6 +15,7 @@ fp32. With epilogues, recompute has no logits: they are accumulators of its GEMM
 gradient is a block.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -28,6 +29,14 @@ from ..engine.transports import TRANSPORTS
 from ..ranks import comm
 from .blocks import DEFAULT_BLOCK, TILE, Blocks, row_stride
 from .facts import LinearFacts
+
+
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager:
+    """A context whose products are of their operands' dtypes. Some devices, meta among them, have
+    no autocast."""
+    if not torch.amp.is_autocast_available(device.type):
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def multiply(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, add: bool = False) -> None:
@@ -327,7 +336,6 @@ def sweep_blocks(
     parts = []
     for here in slices:
         part = buffers.request(here)
-        # which takes no block of fp32 logits
         in_one = None if one_read is None else one_read.found(part, here)
         if in_one is not None:
             values, flags = in_one

@@ -70,13 +70,13 @@ float leaf(const float* z, const float* u, int n, Node* found, Scales scales, in
 // Stores a row's optional statistics where `q` says.
 void stores(const Params* q, const Node* x, float logit, int ignored, int bad) {
   Item item = {};
-  item.ignored = ignored;
+  item.target = ignored ? IGNORED_TOKEN : NOT_HERE;
   auto settle = [](double v) { return (float)v; };
   Optional::store(*q, *x, logit, solve(*x, logit, scales_of_row(*q)), settle, item, bad);
 }
 
-// What packets carry, back again; logits: in the upper half of 32 bits.
-void packets(const Node* x, const u32* logits, u32 flags, Node* found, float* labels,
+// What packets carry, back again; logits: of the labels.
+void packets(const Node* x, const Bits* logits, u32 flags, Node* found, float* labels,
              int* owners, int* ignored, int n) {
   for (int i = 0; i < n; i++) {
     const Packet packet = packet_of(x[i], logits[i], TAG, flags);
@@ -90,7 +90,7 @@ void no_packets(Node* found, int n) {
 // Whether a packet has come whose stores are of this launch, but one that is of another.
 int has_come(u32 launch, int other, u32 of_other) {
   Packet packet = packet_of(nothing(), 0, launch, OWNER | IGNORED);
-  uint4* stores[] = {&packet.first, &packet.second, &packet.teacher, &packet.beside};
+  uint4* stores[] = {&packet.first, &packet.second, &packet.teacher, &packet.beside, &packet.label};
   if (other >= 0) stores[other]->w = of_other << 2;
   return packet.has_come(launch);
 }
@@ -103,9 +103,12 @@ void values(const float* logits, float* found, int n, float before, int all_near
   }
 }
 
-// The two numbers that lie in 32 bits.
-void logits(const u32* bits, float* found, int n) {
-  for (int i = 0; i < n; i++) found[2 * i] = low(bits[i]), found[2 * i + 1] = high(bits[i]);
+// The numbers that lie in n vectors, pair by pair.
+void logits(const uint4* vectors, float* found, int n) {
+  for (int i = 0; i < n * PAIRS; i++) {
+    const Pair pair = pair_of(vectors[i / PAIRS], i % PAIRS);
+    found[2 * i] = pair.even, found[2 * i + 1] = pair.odd;
+  }
 }
 
 // What is read from the argument.

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from .params import DIVERGENCES, FLAGS, RANKS, THREADS, agreement
+from .params import DIVERGENCES, RANKS, THREADS, agreement
 
 FOLDER = Path(__file__).parent
 SHARED = 224 * 1024  # bytes of shared memory for all slots
@@ -151,8 +151,7 @@ def compiled(library, architecture: str, rows: str | None, *flags: str) -> ctype
         flags: of the kernel, see `one_read.cu`.
     """
     kernel = (FOLDER / "one_read.cu").read_text()
-    want = {flag.lower() for flag in flags} & {*FLAGS}
-    source = (rows or "") + kernel + agreement(want, "TEMPERED" in flags)
+    source = (rows or "") + kernel + agreement(*flags)
     headers = {path.name: path.read_bytes() for path in FOLDER.glob("*.cuh")}
     given = f"--gpu-architecture={architecture}", "--std=c++20", *(f"-D{flag}" for flag in flags)
 

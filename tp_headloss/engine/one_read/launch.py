@@ -34,27 +34,26 @@ from .params import (
     words_of,
 )
 
-# columns of a vector; vectors of a leaf, at most; packets of a row, at most
-COLUMNS, LEAF, PACKETS = 8, 320, 32
+# bytes of a vector; vectors of a leaf, at most; packets of a row, at most
+VECTOR, LEAF, PACKETS = 16, 320, 32
 LARGEST = 40_960  # bytes of an item
 
 _log = logging.getLogger("tp_headloss")
 
 
 @functools.lru_cache(maxsize=256)
-def cuts_of(chunk_size: int, chunks: int, beside_teacher: bool = False) -> Cuts:
-    """How rows of a shard of whole chunks are cut.
+def cuts_of(chunk: int, chunks: int, beside_teacher: bool = False) -> Cuts:
+    """How rows of a shard of whole chunks are cut. chunk: its vectors.
 
     An item with a teacher has half of the columns, so that a slot is as large and each of its
     leaves has a warp.
     """
     matrices = 2 if beside_teacher else 1
-    chunk = chunk_size // COLUMNS
     cuts = max(-(-chunk * matrices // LEAF) - 1, 0).bit_length()
     leaves = chunks << cuts
-    while leaves > 1 and -(-chunk * leaves // (1 << cuts)) * 16 * matrices > LARGEST:
+    while leaves > 1 and -(-chunk * leaves // (1 << cuts)) * VECTOR * matrices > LARGEST:
         leaves //= 2
-    size = matrices * -(-(-(-chunk * leaves // (1 << cuts)) * 16) // 128) * 128
+    size = matrices * -(-(-(-chunk * leaves // (1 << cuts)) * VECTOR) // 128) * 128
     slots = (SHARED - OF_TEACHER * beside_teacher) // size
     return Cuts(chunk, cuts, leaves, (chunks << cuts) // leaves, min(slots, SLOTS), size)
 
@@ -62,8 +61,13 @@ def cuts_of(chunk_size: int, chunks: int, beside_teacher: bool = False) -> Cuts:
 def cuts_of_call(request: Request) -> Cuts:
     """How rows of a call are cut."""
     facts = request.facts
-    chunk_size = columns_of(request) // facts.chunks
-    return cuts_of(chunk_size, facts.chunks, has_teacher(facts))
+    vectors = columns_of(request) // columns_of_vector(request.tensors.logits.dtype)
+    return cuts_of(vectors // facts.chunks, facts.chunks, has_teacher(facts))
+
+
+def columns_of_vector(dtype: torch.dtype) -> int:
+    """Columns of logits that lie in a vector."""
+    return VECTOR // dtype.itemsize
 
 
 def has_teacher(facts: Facts) -> bool:
@@ -81,36 +85,38 @@ def columns_of(request: Request) -> int:
 
 
 def obstacle_to_rows(logits: torch.Tensor, inplace: bool) -> str | None:
-    """Return what rows [N, width] lack for a kernel that reads them where they are, 16 bytes at a
+    """Return what rows [N, width] lack for a kernel that reads them where they are, a vector at a
     time. inplace: and writes over them."""
     n_rows, width = logits.shape
+    columns = columns_of_vector(logits.dtype)
     stride, step = logits.stride()
     if width == 0:
         return None
-    is_aligned = logits.data_ptr() % 16 == 0 and (n_rows < 2 or stride % COLUMNS == 0)
+    is_aligned = logits.data_ptr() % VECTOR == 0 and (n_rows < 2 or stride % columns == 0)
     if (step != 1 and width > 1) or not is_aligned:
         return (
-            f"rows that begin at multiples of 16 bytes, as those of a multiple of {COLUMNS} columns "
+            f"rows that begin at multiples of {VECTOR} bytes, as those of a multiple of {columns} columns "
             f"do, got strides {list(logits.stride())}"
         )
-    if inplace and (width % COLUMNS or not logits.is_contiguous()):
-        return f"contiguous logits of a multiple of {COLUMNS} columns for inplace=True, got {width}"
-    end = logits.storage_offset() + (n_rows - 1) * stride + _whole_vectors(width)
+    if inplace and (width % columns or not logits.is_contiguous()):
+        return f"contiguous logits of a multiple of {columns} columns for inplace=True, got {width}"
+    end = logits.storage_offset() + (n_rows - 1) * stride + _whole_vectors(width, logits.dtype)
     if end * logits.element_size() > logits.untyped_storage().nbytes():
-        return f"memory behind the last row, for the rest of {COLUMNS} columns"
+        return f"memory behind the last row, for the rest of {columns} columns"
     return None
 
 
-def _whole_vectors(columns: int) -> int:
-    """That many columns or the next multiple of `COLUMNS`."""
-    return -(-columns // COLUMNS) * COLUMNS
+def _whole_vectors(columns: int, dtype: torch.dtype) -> int:
+    """That many columns, or the next number of them that fills whole vectors."""
+    step = columns_of_vector(dtype)
+    return -(-columns // step) * step
 
 
 def _copy(logits: torch.Tensor, columns: int) -> torch.Tensor:
     """A copy that the kernel can read, for a rank whose peers' logits may need none."""
     n_rows, width = logits.shape
     width = min(width, columns)
-    copy = logits.new_zeros((n_rows, _whole_vectors(width)))
+    copy = logits.new_zeros((n_rows, _whole_vectors(width, logits.dtype)))
     copy[:, :width] = logits[:, :width]
     return copy
 
@@ -122,9 +128,10 @@ _alone: dict[int, list[Memory] | None] = {}
 def memory_of(request: Request, cuts: Cuts) -> Memory | None:
     """Memory for the packets of a call, or None where the group has no symmetric memory, or there
     is no kernel."""
-    facts, device = request.facts, request.tensors.logits.device
-    stores = words_of(facts.want, is_tempered(facts, request.tensors.scales is not None))
-    numel = 4 * request.tensors.logits.shape[0] * cuts.pieces * facts.world_size * stores
+    facts, logits = request.facts, request.tensors.logits
+    device, tempered = logits.device, is_tempered(facts, request.tensors.scales is not None)
+    stores = words_of(facts.want, tempered, logits.dtype == torch.float32)
+    numel = 4 * logits.shape[0] * cuts.pieces * facts.world_size * stores
     if facts.world_size > 1:
         found = find_symmetric_memory(request, numel, of_one_read=True)
         return None if found is None else found.one_read
@@ -191,6 +198,7 @@ def flags_of(facts: Facts, plan, function, rows: Rows) -> list[str]:
     more = {
         "ENTROPY_TERM": has_entropy_term,
         "HALF": rows.dtype == torch.float16,
+        "FLOAT32": rows.dtype == torch.float32,
         "SOFTCAP": facts.softcap != 0.0,
         "TEMPERED": is_tempered(facts, rows.has_scales),
     }
@@ -262,7 +270,8 @@ def _params(facts: Facts, plan, cuts: Cuts, rows: Rows, number: float) -> Params
         f"{name}_{'square' if squared else 'factor'}": 2 * c if squared else c
         for name, c, squared in plan.gradients or ()
     }
-    width = _whole_vectors(min(rows.width, facts.chunks * cuts.chunk * COLUMNS))
+    columns = columns_of_vector(rows.dtype)
+    width = _whole_vectors(min(rows.width, facts.chunks * cuts.chunk * columns), rows.dtype)
     return Params(
         coefficients=(ctypes.c_float * VALUES)(*plan.coefficients),
         n_values=len(plan.statistics),
@@ -283,7 +292,7 @@ def _params(facts: Facts, plan, cuts: Cuts, rows: Rows, number: float) -> Params
         rows=rows.n_rows,
         width=width,
         valid_width=facts.valid_width,
-        padding=(_whole_vectors(rows.width) - width) // COLUMNS,
+        padding=(_whole_vectors(rows.width, rows.dtype) - width) // columns,
         wide_labels=rows.wide_labels,
         **cuts._asdict(),
         ranks=facts.world_size,
@@ -379,9 +388,10 @@ def _launch(request: Request, reduction: FusedReduction, out, upstream: Upstream
 def _empty_gradient(logits: torch.Tensor) -> torch.Tensor:
     """Memory for a gradient whose rows have whole vectors."""
     n_rows, width = logits.shape
-    if width % COLUMNS == 0:
+    whole = _whole_vectors(width, logits.dtype)
+    if width == whole:
         return torch.empty_like(logits, memory_format=torch.contiguous_format)
-    return logits.new_empty((n_rows, _whole_vectors(width)))[:, :width]
+    return logits.new_empty((n_rows, whole))[:, :width]
 
 
 class Late(NamedTuple):

@@ -5,12 +5,27 @@
 
 // -- Logits ---------------------------------------------------------------------------------------
 
-// Two logits lie in 32 bits.
+// Two logits of 16 bits lie in a word.
 DEVICE float low(u32 v) { return IS_HALF ? cvt_f32_f16((u16)v) : __uint_as_float(v << 16); }
 DEVICE float high(u32 v) {
   return IS_HALF ? cvt_f32_f16((u16)(v >> 16)) : __uint_as_float(v & 0xffff0000u);
 }
-DEVICE float logit_of(u16 bits) { return high((u32)bits << 16); }
+DEVICE float logit_of(Bits bits) {
+  return IS_FLOAT32 ? __uint_as_float(bits) : high((u32)bits << 16);
+}
+
+// A vector's logits, two at a time.
+constexpr int PAIRS = COLUMNS / 2;
+struct Pair {
+  float even, odd;
+};
+DEVICE Pair pair_of(const uint4& v, int pair) {
+  const u32 words[] = {v.x, v.y, v.z, v.w};
+  if constexpr (IS_FLOAT32) {
+    return {__uint_as_float(words[2 * pair]), __uint_as_float(words[2 * pair + 1])};
+  }
+  return {low(words[pair]), high(words[pair])};
+}
 
 // The value of a logit, and its derivative but for `before`. Near 0, where most logits lie, by a
 // polynomial that is tanh to 8e-8 of itself; elsewhere tanh to 3e-7, and its slope to that part of
@@ -85,16 +100,18 @@ DEVICE Node join(Node a, Node b, Scales scales) {
 //   second   moment  index  total                               tag << 2
 //   teacher  max     sum    cross                               tag << 2
 //   beside   sum     gap    the label's logit of the teacher    tag << 2
-// All but the first are there where somebody wants them. An item has fewer columns than 2^16, and a
-// logit no more bits. There is no room for another number: a further store is one more in WORDS,
-// `each_store`, and `words_of` in `params.py`.
+//   label    logit   0      0                                   tag << 2
+// All but the first are there where somebody wants them; the last, where a logit has 32 bits. An
+// item has fewer columns than 2^16. There is no room for another number: a further store is one
+// more in WORDS, `each_store`, and `words_of` in `params.py`.
 struct Packet {
-  uint4 first, second, teacher, beside;
+  uint4 first, second, teacher, beside, label;
   // f(place, store) of each store but the first that there is.
   template <class F> DEVICE void each_store(const F& f) {
     if constexpr (HAS_SECOND) f(1, second);
     if constexpr (HAS_TEACHER) f(1 + HAS_SECOND, teacher);
     if constexpr (HAS_BESIDE) f(2 + HAS_SECOND, beside);
+    if constexpr (IS_FLOAT32) f(WORDS - 1, label);
   }
   DEVICE bool has_come(u32 tag) {
     bool come = first.w >> 2 == tag;
@@ -102,7 +119,9 @@ struct Packet {
     return come;
   }
   DEVICE int count() const { return first.z & 0xffffu; }
-  DEVICE float logit() const { return high(first.z); }  // the label's
+  DEVICE float logit() const {  // the label's
+    return IS_FLOAT32 ? __uint_as_float(label.x) : high(first.z);
+  }
   DEVICE bool has(u32 flag) const { return first.w & flag; }
   DEVICE Node node() const {
     return {__uint_as_float(first.x),  __uint_as_float(first.y), __uint_as_float(second.x),
@@ -111,13 +130,15 @@ struct Packet {
             __uint_as_float(beside.x),  __uint_as_float(beside.y),  __uint_as_float(beside.z)};
   }
 };
-// logit: the label's, in the upper half of 32 bits.
-DEVICE Packet packet_of(const Node& x, u32 logit, u32 tag, u32 flags) {
+// logit: the label's.
+DEVICE Packet packet_of(const Node& x, Bits logit, u32 tag, u32 flags) {
   auto bits = [](float x) { return __float_as_uint(x); };
-  return {make_uint4(bits(x.max), bits(x.sum), logit | x.count, tag << 2 | flags),
+  const u32 upper = IS_FLOAT32 ? 0 : (u32)logit << 16;
+  return {make_uint4(bits(x.max), bits(x.sum), upper | x.count, tag << 2 | flags),
           make_uint4(bits(x.moment), x.index, bits(x.total), tag << 2),
           make_uint4(bits(x.teacher_max), bits(x.teacher_sum), bits(x.cross), tag << 2),
-          make_uint4(bits(x.student_sum), bits(x.gap), bits(x.teacher_logit), tag << 2)};
+          make_uint4(bits(x.student_sum), bits(x.gap), bits(x.teacher_logit), tag << 2),
+          make_uint4(logit, 0, 0, tag << 2)};
 }
 
 // -- A row ----------------------------------------------------------------------------------------

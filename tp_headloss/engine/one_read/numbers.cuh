@@ -8,7 +8,8 @@ typedef long long i64;
 #define DEVICE __device__ __forceinline__
 
 // What the kernel is compiled with: statistics that a call wants besides lse and log_prob, whether
-// a term of its loss is an entropy, whether its logits are fp16 instead of bf16 and have a softcap,
+// a term of its loss is an entropy, whether its logits are fp16 or fp32 instead of bf16 and have a
+// softcap,
 // whether the student has another temperature beside a teacher, and whether a `row_function` stands
 // before the source.
 #ifdef ENTROPY
@@ -51,13 +52,24 @@ constexpr bool HAS_SOFTCAP = true;
 #else
 constexpr bool HAS_SOFTCAP = false;
 #endif
+// Bits: those of a logit. A word of 32 bits holds one or two: LOWEST, of -inf each.
+#ifdef FLOAT32
+typedef u32 Bits;
+constexpr bool IS_FLOAT32 = true, IS_HALF = false;
+constexpr u32 LOWEST = 0xff800000u, LOWEST_FINITE = 0xff7fffffu, WITHOUT_SIGN = 0x7fffffffu;
+#else
+typedef u16 Bits;
+constexpr bool IS_FLOAT32 = false;
+constexpr u32 WITHOUT_SIGN = 0x7fff7fffu;
 #ifdef HALF
 constexpr bool IS_HALF = true;
-constexpr u32 LOWEST = 0xfc00fc00u, LOWEST_FINITE = 0xfbfffbffu;  // two logits; LOWEST: -inf
+constexpr u32 LOWEST = 0xfc00fc00u, LOWEST_FINITE = 0xfbfffbffu;
 #else
 constexpr bool IS_HALF = false;
 constexpr u32 LOWEST = 0xff80ff80u, LOWEST_FINITE = 0xff7fff7fu;
 #endif
+#endif
+constexpr int COLUMNS = 16 / sizeof(Bits);  // of a vector of 16 bytes
 // Statistics that a row function has derivatives by, and those that it is given; see `params.py`.
 constexpr int SLOPES = 6, KNOWN = 7;
 #ifdef ROWS
@@ -86,11 +98,11 @@ constexpr int SLOTS = 10, RANKS = 8, VALUES = 6, GIVENS = 8;
 // Loads that a thread has under way at once.
 constexpr int TOKENS_AT_ONCE = 6, VECTORS_AT_ONCE = 4;
 // 16-byte stores of a packet: the first, one for what else the student has, one of a teacher, one
-// for what the student is beside a teacher.
+// for what the student is beside a teacher, one for a label's logit of 32 bits.
 constexpr bool HAS_TEACHER = WANTS_FORWARD_KL || WANTS_REVERSE_KL;
 constexpr bool HAS_SECOND = WANTS_ENTROPY || WANTS_ARGMAX || WANTS_TOTAL;
 constexpr bool HAS_BESIDE = WANTS_REVERSE_KL || IS_TEMPERED;
-constexpr int WORDS = 1 + HAS_SECOND + HAS_TEACHER + HAS_BESIDE;
+constexpr int WORDS = 1 + HAS_SECOND + HAS_TEACHER + HAS_BESIDE + IS_FLOAT32;
 // Flags of a packet: its rank has the label; the token is ignored.
 constexpr u32 OWNER = 1, IGNORED = 2;
 // Bits of a launch's number that its packets carry.

@@ -8,7 +8,8 @@
 //
 // Nodes are joined in a binary tree over leaves that depends on the vocabulary alone: equal bits on
 // 1, 2, 4 and 8 ranks. Compiled with ENTROPY, ARGMAX or TOTAL for calls that want these, with
-// ENTROPY_TERM if a term of the loss is an entropy, with HALF for fp16 logits, and with SOFTCAP.
+// ENTROPY_TERM if a term of the loss is an entropy, with HALF for fp16 logits, FLOAT32 for fp32
+// logits, and with SOFTCAP.
 // Before this source may stand a `row_function`, with terms of a loss and their derivatives: see
 // `rows.py`.
 #include "roles.cuh"

@@ -3,12 +3,12 @@
 #include "numbers.cuh"
 
 struct Params {
-  const u16* logits;    // [rows, width] bf16 or fp16
-  u16* gradient;        // [rows, width] of that dtype, or the logits themselves
+  const Bits* logits;   // [rows, width] bf16, fp16 or fp32
+  Bits* gradient;       // [rows, width] of that dtype, or the logits themselves
   const void* labels;   // [rows] int64 or int32, see wide_labels
   const float* weight;  // [rows] or null
   const float* temperatures;  // [rows] or null
-  const u16* teacher;         // [rows, width] as the logits, or null
+  const Bits* teacher;        // [rows, width] as the logits, or null
   const float* scales;        // [2, rows] in the place of teacher_scale and student_scale, or null
   // [] upstream gradient of the loss, a record of `kernel.Memory` that foresees it, or neither: 1.
   const float* upstream;
@@ -37,7 +37,7 @@ struct Params {
   u64 timeout;         // ns
   i64 rank, start;     // of this rank; the vocabulary's id of its first column
   i64 ignore_index;
-  // Of rows, in elements; multiples of 8.
+  // Of rows, in elements; multiples of COLUMNS.
   i64 stride, gradient_stride, teacher_stride;
   double number;  // the divisor of the loss; 0: the number of valid tokens, or their weights
 
@@ -56,23 +56,24 @@ struct Params {
 
   int n_values;
   int squares, negatives, bools;  // bits: values that are squared, subtracted, bool
-  int rows, width, valid_width;   // width: columns that are read, a multiple of 8
+  int rows, width, valid_width;   // width: columns that are read, a multiple of COLUMNS
   int padding;                    // vectors of columns after them, whose gradient is 0
   int wide_labels;
-  int chunk, cuts;     // of a chunk: vectors of 8 columns, and log2 of its leaves
+  int chunk, cuts;     // of a chunk: vectors, and log2 of its leaves
   int leaves, pieces;  // of an item; of a row
   int slots, slot_bytes;
   int ranks;
 };
 
+constexpr int NOT_HERE = -1, IGNORED_TOKEN = -2;
 // A piece of a row that lies in a slot; row < 0: there are no more.
 struct Item {
   int row, piece;
-  int vectors;  // of 8 columns
+  int vectors;  // of COLUMNS columns
   int valid;    // columns of the vocabulary
-  int target;   // the label's column or -1
-  bool ignored;
+  int target;   // the label's column; NOT_HERE; or IGNORED_TOKEN
   float scale;  // z = scale * value
+  DEVICE bool ignored() const { return target == IGNORED_TOKEN; }
 };
 
 // What makes z of the student's values, and u of the teacher's logits. beside: what makes of z the

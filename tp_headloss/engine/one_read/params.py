@@ -141,21 +141,22 @@ template <class A, decltype(sizeof(0)) N> constexpr int POINTERS<A* [N]> = N;
 """
 
 
-def words_of(want: Iterable[str], is_tempered: bool) -> int:
+def words_of(want: Iterable[str], is_tempered: bool, is_float32: bool) -> int:
     """16-byte stores of a packet in calls that want these optional statistics. is_tempered: the
-    student has another temperature beside a teacher."""
+    student has another temperature beside a teacher. is_float32: the logits are fp32."""
     divergences = {*want} & {*DIVERGENCES}
     has_others, is_beside = divergences < {*want}, is_tempered or "reverse_kl" in divergences
-    return 1 + has_others + (1 + is_beside if divergences else 0)
+    return 1 + has_others + (1 + is_beside if divergences else 0) + is_float32
 
 
-def agreement(want: Iterable[str] = (), is_tempered: bool = False) -> str:
+def agreement(*flags: str) -> str:
     """C++20 that compiles only where the struct and the numbers in CUDA are those of this module.
-    want, is_tempered: what the kernel is compiled with, as `words_of` takes them.
+    flags: what the kernel is compiled with.
 
     NVRTC 13.0 has no offsetof. But fields of the same types in the same order lie at the same
     offsets, and initializers that name fields in another order do not compile.
     """
+    want = {flag.lower() for flag in flags} & {*FLAGS}
     numbers = {
         "SLOTS": SLOTS,
         "RANKS": RANKS,
@@ -163,7 +164,7 @@ def agreement(want: Iterable[str] = (), is_tempered: bool = False) -> str:
         "GIVENS": GIVENS,
         "SLOPES": len(TERMS),
         "KNOWN": len(KNOWN),
-        "WORDS": words_of(want, is_tempered),
+        "WORDS": words_of(want, "TEMPERED" in flags, "FLOAT32" in flags),
         "WARPS * 32": THREADS,
         "sizeof(Params)": ctypes.sizeof(Params),
     }

@@ -65,8 +65,8 @@ struct Shared {
   __align__(8) KeptNode node[SLOTS][SUM];
   Factors factor[SLOTS];
   TeacherFactors teacher_factor[TEACHER_SLOTS];
-  u16 logit[SLOTS];  // the label's
-  u16 teacher_logit[TEACHER_SLOTS];
+  Bits logit[SLOTS];  // the label's
+  Bits teacher_logit[TEACHER_SLOTS];
   double counted[GRAD];
   bool is_last;
 };
@@ -92,10 +92,10 @@ struct Program {
   DEVICE void advance(const Params& q) {
     if (++slot == q.slots) slot = 0, phase ^= 1;
   }
-  DEVICE u16* columns(const Params& q) const { return (u16*)(ring + slot * q.slot_bytes); }
+  DEVICE Bits* columns(const Params& q) const { return (Bits*)(ring + slot * q.slot_bytes); }
   // The teacher's logits take the second half of a slot.
-  DEVICE u16* teacher_columns(const Params& q) const {
-    return (u16*)(ring + slot * q.slot_bytes + q.slot_bytes / 2);
+  DEVICE Bits* teacher_columns(const Params& q) const {
+    return (Bits*)(ring + slot * q.slot_bytes + q.slot_bytes / 2);
   }
   DEVICE Place place(const Params& q) const {
     return {shared_address(columns(q)), shared_address(teacher_columns(q))};
@@ -136,18 +136,20 @@ DEVICE void load(const Params& q, Program& p) {
       arrive(&s.full[p.slot]);  // I3, I12
       continue;
     }
-    const int row = claimed / q.pieces, piece = claimed - row * q.pieces, whole = q.width / 8;
+    const int row = claimed / q.pieces, piece = claimed - row * q.pieces;
+    const int whole = q.width / COLUMNS;
     const int first = min(begin_of_leaf(q, piece * q.leaves), whole);
     const int vectors = min(begin_of_leaf(q, (piece + 1) * q.leaves), whole) - first;
-    const int valid = min(max(q.valid_width - 8 * first, 0), 8 * vectors);
+    const int valid = min(max(q.valid_width - COLUMNS * first, 0), COLUMNS * vectors);
     // of a row whose item may be the next
     const i64 soon = min(row + (int)gridDim.x / q.pieces, q.rows - 1);
     prefetch_l1((const char*)q.labels + (soon << (q.wide_labels ? 3 : 2)));
     if (q.temperatures) prefetch_l1(q.temperatures + soon);
-    const i64 label = label_of(q, row), place = label - q.start - 8LL * first;
-    const int target = place >= 0 && place < valid ? (int)place : -1;
-    const bool ignored = label == q.ignore_index;
-    s.item[p.slot] = {row, piece, vectors, valid, target, ignored, scale_of(q, row)};
+    const i64 first_column = (i64)COLUMNS * first;
+    const i64 label = label_of(q, row), place = label - q.start - first_column;
+    const bool ignored = label == q.ignore_index, is_here = place >= 0 && place < valid;
+    const int target = ignored ? IGNORED_TOKEN : is_here ? (int)place : NOT_HERE;
+    s.item[p.slot] = {row, piece, vectors, valid, target, scale_of(q, row)};
     if (ignored || vectors == 0) {
       arrive(&s.full[p.slot]);  // I3
       continue;
@@ -155,10 +157,10 @@ DEVICE void load(const Params& q, Program& p) {
     const int bytes = vectors * 16;
     mbarrier_arrive_expect_tx(&s.full[p.slot], HAS_TEACHER ? 2 * bytes : bytes);  // I3, I4
     const Place to = p.place(q);
-    const u16* from = q.logits + (i64)row * q.stride + 8LL * first;
+    const Bits* from = q.logits + (i64)row * q.stride + first_column;
     cp_async_bulk_load(to.own, from, bytes, &s.full[p.slot], policy);
     if constexpr (HAS_TEACHER) {
-      const u16* teacher = q.teacher + (i64)row * q.teacher_stride + 8LL * first;
+      const Bits* teacher = q.teacher + (i64)row * q.teacher_stride + first_column;
       cp_async_bulk_load(to.teacher, teacher, bytes, &s.full[p.slot], policy);
     }
   }
@@ -172,21 +174,21 @@ DEVICE Node sum_leaf(const Params& q, const Program& p, const Item& item, int le
   const int first = item.piece * q.leaves, from = begin_of_leaf(q, first);
   const int begin = min(begin_of_leaf(q, first + leaf_of_item) - from, item.vectors);
   const int end = min(begin_of_leaf(q, first + leaf_of_item + 1) - from, item.vectors);
-  const bool has_label = item.target >= 8 * begin && item.target < 8 * end;
+  const bool has_label = item.target >= COLUMNS * begin && item.target < COLUMNS * end;
   const Scales scales = scales_of(q, item);
-  u16 *columns = p.columns(q), *teacher = p.teacher_columns(q);
+  Bits *columns = p.columns(q), *teacher = p.teacher_columns(q);
   if constexpr (HAS_SOFTCAP) lift(shared_address(columns), begin, end, p.lane);
   if (p.lane == 0 && has_label) {
     p.s.logit[p.slot] = columns[item.target];
-    columns[item.target] = (u16)LOWEST;
+    columns[item.target] = (Bits)LOWEST;
     if constexpr (HAS_TEACHER) {
       p.s.teacher_logit[p.slot] = teacher[item.target];
-      teacher[item.target] = (u16)LOWEST;
+      teacher[item.target] = (Bits)LOWEST;
     }
   }
-  for (int c = max(item.valid, 8 * begin) + p.lane; c < 8 * end; c += 32) {
-    columns[c] = (u16)LOWEST;
-    if constexpr (HAS_TEACHER) teacher[c] = (u16)LOWEST;
+  for (int c = max(item.valid, COLUMNS * begin) + p.lane; c < COLUMNS * end; c += 32) {
+    columns[c] = (Bits)LOWEST;
+    if constexpr (HAS_TEACHER) teacher[c] = (Bits)LOWEST;
   }
   __syncwarp();  // I4: other lanes read these columns
   Node x = leaf(p.place(q), begin, end, p.lane, q.before, scales);
@@ -207,7 +209,7 @@ DEVICE void sum(const Params& q, Program& p) {
     wait(&s.full[p.slot], p.phase);  // I3, I4
     const Item item = s.item[p.slot];
     Node x = nothing();
-    if (w < q.leaves && item.row >= 0 && !item.ignored) {
+    if (w < q.leaves && item.row >= 0 && !item.ignored()) {
       x = sum_leaf(q, p, item, w);
       x.index = w;
     }
@@ -234,10 +236,10 @@ DEVICE int first_index(const Params& q, const Program& p, const Item& item, cons
     if (value_of(larger(largest(vectors[k])), q.before) == x.max) v = k;
   }
   v = __reduce_min_sync(~0u, v);
-  const u16* columns = (const u16*)(vectors + v);
-  const float value = value_of(low(columns[p.lane % 8]), q.before);
+  const Bits* columns = (const Bits*)(vectors + v);
+  const float value = value_of(logit_of(columns[p.lane % COLUMNS]), q.before);
   const u32 found = __ballot_sync(~0u, v < end && value == x.max);
-  return found ? (int)q.start + 8 * (from + v) + __ffs(found) - 1 : NO_INDEX;
+  return found ? (int)q.start + COLUMNS * (from + v) + __ffs(found) - 1 : NO_INDEX;
 }
 
 DEVICE void post(const Params& q, Program& p) {
@@ -248,12 +250,13 @@ DEVICE void post(const Params& q, Program& p) {
     const Item item = s.item[p.slot];
     if (item.row < 0) break;  // I12
     Node x = join_lanes(s.node[p.slot][p.lane % SUM].kept(), SUM, scales_of(q, item));
-    if (WANTS_ARGMAX && !item.ignored) {
+    if (WANTS_ARGMAX && !item.ignored()) {
       wait(&s.full[p.slot], p.phase);  // I4: what the copy in wrote
       x.index = first_index(q, p, item, x);
     }
-    u32 logit = 0, flags = item.ignored ? IGNORED : 0;
-    if (item.target >= 0 && !item.ignored) logit = s.logit[p.slot] << 16, flags = OWNER;
+    Bits logit = 0;
+    u32 flags = item.ignored() ? IGNORED : 0;
+    if (item.target >= 0) logit = s.logit[p.slot], flags = OWNER;
     __syncwarp();  // I7
     uint4* to = (uint4*)q.packets[p.lane % RANKS] + p.packet_of(item.row);
     to += q.rank * q.pieces + item.piece;
@@ -382,22 +385,25 @@ DEVICE void merge(const Params& q, Program& p) {
 // Write the gradient over a warp's part of an item, the vectors from `begin` to `end`.
 DEVICE void write_gradient(const Params& q, const Program& p, const Item& item, int begin,
                            int end) {
-  u16* columns = p.columns(q);
+  Bits* columns = p.columns(q);
   const Place at = p.place(q);
   const AllFactors f = {p.s.factor[p.slot],
                         HAS_TEACHER ? p.s.teacher_factor[p.slot] : TeacherFactors()};
-  auto two = [&](u32 u, u32 t, bool is_plain, bool all_near) {
-    return rounded(gradient_of(f, low(u), low(t), q.before, is_plain, all_near),
-                   gradient_of(f, high(u), high(t), q.before, is_plain, all_near));
+  auto gradient = [&](const uint4& r, const uint4& t, bool is_plain, bool all_near) {
+    Pair found[PAIRS];
+#pragma unroll
+    for (int k = 0; k < PAIRS; k++) {
+      const Pair x = pair_of(r, k), u = pair_of(t, k);
+      found[k] = {gradient_of(f, x.even, u.even, q.before, is_plain, all_near),
+                  gradient_of(f, x.odd, u.odd, q.before, is_plain, all_near)};
+    }
+    return vector_of(found);
   };
-  auto eight = [&](const uint4& r, const uint4& t, bool is_plain, bool all_near) {
-    return make_uint4(two(r.x, t.x, is_plain, all_near), two(r.y, t.y, is_plain, all_near),
-                      two(r.z, t.z, is_plain, all_near), two(r.w, t.w, is_plain, all_near));
-  };
-  if (!item.ignored) {
+  if (!item.ignored()) {
     each_vector(at.own, begin, end, p.lane, q.before, [&](int v, const uint4& r, bool all_near) {
       const uint4 t = of_teacher(at, v);
-      const uint4 x = f.own.is_plain ? eight(r, t, true, all_near) : eight(r, t, false, all_near);
+      const uint4 x =
+          f.own.is_plain ? gradient(r, t, true, all_near) : gradient(r, t, false, all_near);
       st_shared_v4(at.own + v * 16, x);
     });
   } else {
@@ -406,11 +412,12 @@ DEVICE void write_gradient(const Params& q, const Program& p, const Item& item, 
     }
   }
   __syncwarp();  // I4: other lanes wrote these columns
-  for (int c = max(item.valid, 8 * begin) + p.lane; c < 8 * end; c += 32) columns[c] = 0;
-  __syncwarp();  // I4
-  if (p.lane == 0 && item.target >= 8 * begin && item.target < 8 * end && !item.ignored) {
-    columns[item.target] = (u16)rounded(f.own.label, 0.f);
+  for (int c = max(item.valid, COLUMNS * begin) + p.lane; c < COLUMNS * end; c += 32) {
+    columns[c] = 0;
   }
+  __syncwarp();  // I4
+  const bool has_label = item.target >= COLUMNS * begin && item.target < COLUMNS * end;
+  if (p.lane == 0 && has_label) columns[item.target] = bits_of(f.own.label);
 }
 
 // Write the gradient of a row's columns after those that are read, by all grad warps.
@@ -458,8 +465,8 @@ DEVICE void store(const Params& q, Program& p) {
     wait(&s.done[p.slot], p.phase);  // I3, I4
     const Item item = s.item[p.slot];
     if (item.row < 0) break;  // I12
-    u16* to = q.gradient + (i64)item.row * q.gradient_stride;
-    to += 8LL * begin_of_leaf(q, item.piece * q.leaves);
+    Bits* to = q.gradient + (i64)item.row * q.gradient_stride;
+    to += (i64)COLUMNS * begin_of_leaf(q, item.piece * q.leaves);
     if (item.vectors && is_written) cp_async_bulk_store(to, p.columns(q), item.vectors * 16);
     cp_async_bulk_wait_read();  // I11
     arrive(&s.free[p.slot]);      // I2, I11

@@ -38,14 +38,16 @@ struct Drop {
 };
 
 // exp(scale * (value - shift)) = 2^(value * by - at - rest), of which `rest` is the same for all
-// values: one rounding. Logits have 16 bits, so that beyond a million all z are equal or hundreds
-// apart, whatever the base; `rest` would be large there, and a power of 2 has none.
+// values: one rounding. Beyond a million, z of logits of 16 bits are equal or hundreds apart,
+// whatever the base, and beyond a billion those of logits of 32; `rest` would be large there, and a
+// power of 2 has none.
+constexpr float FAR = IS_FLOAT32 ? 1e9f : 1e6f;
 struct Base2 {
   float by, at, rest;
 };
 DEVICE Base2 base2(float shift, float scale) {
   const float power = __uint_as_float(__float_as_uint(scale) & 0x7f800000u);
-  const bool is_far = !HAS_SOFTCAP && fabsf(shift * scale) > 1e6f;
+  const bool is_far = !HAS_SOFTCAP && fabsf(shift * scale) > FAR;
   const float by = is_far ? power : scale * LOG2E, at = shift * by;
   return {by, at, fmaf(shift, by, -at)};
 }
@@ -257,8 +259,8 @@ struct Argmax : Statistic {
                            const Settle&, const Item& item, bool bad) {
     const i64 id = label_of(q, item.row);
     const i64 best = logit > x.max || (logit == x.max && id < x.index) ? id : x.index;
-    q.argmax[item.row] = bad || item.ignored ? -1 : best;
-    q.hits[item.row] = best == id && !bad && !item.ignored;
+    q.argmax[item.row] = bad || item.ignored() ? -1 : best;
+    q.hits[item.row] = best == id && !bad && !item.ignored();
   }
 };
 

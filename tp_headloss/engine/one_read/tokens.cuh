@@ -10,12 +10,12 @@ DEVICE void finish(const Params& q, const Item& item, const Node& x, float logit
                    const Solved& r, const Row& by) {
   const int row = item.row;
   const bool bad = !(r.whole > 0.0) || owners != 1;
-  auto settle = [&](double v) { return item.ignored ? 0.f : bad ? NONE : (float)v; };
+  auto settle = [&](double v) { return item.ignored() ? 0.f : bad ? NONE : (float)v; };
   q.lse[row] = settle(r.lse);
   q.log_prob[row] = settle(r.log_prob);
   q.target_logit[row] = settle(r.z);
   q.owners[row] = owners;
-  q.valid[row] = !item.ignored;
+  q.valid[row] = !item.ignored();
   const double moved = r.top - (double)(float)r.top;  // the rounding of `shift`
   q.shift[row] = settle(r.top);
   q.sum[row] = settle(moved == 0.0 ? r.whole : r.whole * exp(moved));

@@ -20,12 +20,33 @@ DEVICE Node join_lanes(Node x, int lanes, Scales scales) {
   return x;
 }
 
-// Of two pairs of logits, the larger ones; of a pair, the larger one.
-DEVICE u32 max_pairs(u32 a, u32 b) { return IS_HALF ? max_f16x2(a, b) : max_bf16x2(a, b); }
-DEVICE float larger(u32 v) { return fmaxf(low(v), high(v)); }
-DEVICE u32 largest(uint4 v) { return max_pairs(max_pairs(v.x, v.y), max_pairs(v.z, v.w)); }
-// Two numbers rounded to logits, `a` in the low half.
+// Of two words of logits, the larger ones; of a word, the largest one.
+DEVICE u32 max_words(u32 a, u32 b) {
+  if constexpr (IS_FLOAT32) {
+    return __float_as_uint(fmaxf(__uint_as_float(a), __uint_as_float(b)));
+  }
+  return IS_HALF ? max_f16x2(a, b) : max_bf16x2(a, b);
+}
+DEVICE float larger(u32 v) { return IS_FLOAT32 ? __uint_as_float(v) : fmaxf(low(v), high(v)); }
+DEVICE u32 largest(uint4 v) { return max_words(max_words(v.x, v.y), max_words(v.z, v.w)); }
+
+// Numbers rounded to logits: two of 16 bits, `a` in the low half; one; a vector of them.
 DEVICE u32 rounded(float a, float b) { return IS_HALF ? cvt_f16x2(a, b) : cvt_bf16x2(a, b); }
+DEVICE Bits bits_of(float x) {
+  return IS_FLOAT32 ? (Bits)__float_as_uint(x) : (Bits)rounded(x, 0.f);
+}
+DEVICE uint4 vector_of(const Pair (&x)[PAIRS]) {
+  u32 words[4];
+#pragma unroll
+  for (int k = 0; k < PAIRS; k++) {
+    if constexpr (IS_FLOAT32) {
+      words[2 * k] = __float_as_uint(x[k].even), words[2 * k + 1] = __float_as_uint(x[k].odd);
+    } else {
+      words[k] = rounded(x[k].even, x[k].odd);
+    }
+  }
+  return make_uint4(words[0], words[1], words[2], words[3]);
+}
 
 // The largest of all lanes' numbers: their bits, ordered as integers are.
 DEVICE float max_lanes(float x) {
@@ -44,7 +65,7 @@ DEVICE float leaf_max(u32 base, int begin, int end, int lane) {
       r[k] = ld_shared_v4(base + min(v + 32 * k, end - 1) * 16);
     }
 #pragma unroll
-    for (int k = 0; k < VECTORS_AT_ONCE; k++) top = max_pairs(top, largest(r[k]));
+    for (int k = 0; k < VECTORS_AT_ONCE; k++) top = max_words(top, largest(r[k]));
   }
   return max_lanes(larger(top));
 }
@@ -53,6 +74,7 @@ DEVICE float leaf_max(u32 base, int begin, int end, int lane) {
 // the same value, before -inf stands for what is left out; NaN stays.
 DEVICE void lift(u32 base, int begin, int end, int lane) {
   auto lifted = [](u32 v) {
+    if constexpr (IS_FLOAT32) return v == LOWEST ? LOWEST_FINITE : v;
     return IS_HALF ? max_nan_f16x2(v, LOWEST_FINITE) : max_nan_bf16x2(v, LOWEST_FINITE);
   };
   for (int v = begin + lane; v < end; v += 32) {
@@ -63,9 +85,9 @@ DEVICE void lift(u32 base, int begin, int end, int lane) {
   __syncwarp();  // another lane marks columns that are left out
 }
 
-// Whether all eight logits are near 0.
+// Whether all logits of a vector are near 0.
 DEVICE bool are_near(uint4 v, float before) {
-  auto size = [](u32 pair) { return pair & 0x7fff7fffu; };
+  auto size = [](u32 word) { return word & WITHOUT_SIGN; };
   const uint4 sizes = make_uint4(size(v.x), size(v.y), size(v.z), size(v.w));
   return larger(largest(sizes)) * before < NEAR_0;  // a NaN is NaN there, too
 }
@@ -105,17 +127,17 @@ DEVICE uint4 of_teacher(Place at, int v) {
 // Add a lane's part of the same vectors to its sums. is_plain: no logit is -inf.
 DEVICE void add_vectors(LaneSums& x, Place at, int begin, int end, int lane, const Reading& by,
                         bool is_plain) {
-  auto add_two = [&](u32 pair, u32 teacher, bool all_near) {
-    const Logit a = read_logit(low(pair), low(teacher), by, all_near);
-    const Logit b = read_logit(high(pair), high(teacher), by, all_near);
-    x.even += a.power;
-    x.odd += b.power;
-    Optional::add(x, a, b, is_plain);
-  };
   each_vector(at.own, begin, end, lane, by.before, [&](int v, const uint4& r, bool all_near) {
     const uint4 t = of_teacher(at, v);
-    add_two(r.x, t.x, all_near), add_two(r.y, t.y, all_near);
-    add_two(r.z, t.z, all_near), add_two(r.w, t.w, all_near);
+#pragma unroll
+    for (int k = 0; k < PAIRS; k++) {
+      const Pair own = pair_of(r, k), teacher = pair_of(t, k);
+      const Logit a = read_logit(own.even, teacher.even, by, all_near);
+      const Logit b = read_logit(own.odd, teacher.odd, by, all_near);
+      x.even += a.power;
+      x.odd += b.power;
+      Optional::add(x, a, b, is_plain);
+    }
   });
 }
 

@@ -1,6 +1,6 @@
 """A loss whose forward writes the gradient, in one launch that reads each logit once: 4 bytes of
-memory traffic for a logit of 2 bytes, where a forward and a backward of their own move 6; with a
-teacher's logits beside it 6 and 10. The kernel is `one_read/one_read.cu`.
+memory traffic for a logit of 2 bytes, where a forward and a backward of their own move 6 (for one
+of 4 bytes 8 and 12); with a teacher's logits beside it 6 and 10. The kernel is `one_read/one_read.cu`.
 
 On several ranks the exchange is inside of that launch: ranks write packets to each other's
 symmetric memory and wait for them there, so a rank that does not come is noticed on the device. Its
@@ -22,10 +22,10 @@ import torch
 from ..backend import load_backend
 from ..one_read import launch as one_read_launch
 from ..one_read.launch import (
-    COLUMNS,
     PACKETS,
     Upstream,
     columns_of,
+    columns_of_vector,
     cuts_of,
     cuts_of_call,
     has_teacher,
@@ -40,7 +40,6 @@ from .way import Case, Found, Loss, Way
 
 SUMMED = {*TERMS, "target_logit", "hits"}
 ALIGNED = 32  # columns of which a multiple has no gaps between the rows of a block
-DTYPES = torch.bfloat16, torch.float16
 # of GPUs, logits of a rank, and columns of one rank and of one of several where it was faster
 CAPABILITY, FEWEST, NARROWEST_ALONE, NARROWEST = (9, 0), 1 << 22, 2048, 4096
 FEWEST_OF_TEACHER = 1 << 23  # logits of a rank beside as many of a teacher
@@ -187,10 +186,9 @@ def _obstacle_to_speed(request: Request) -> str | None:
 
 def obstacle_to_logits(request: Request) -> str | None:
     """Return what logits lack for one read."""
-    logits = request.tensors.logits
-    dtype, device = logits.dtype, logits.device
-    if dtype not in DTYPES or device.type != "cuda":
-        return f"bfloat16 or float16 logits on a GPU, got {dtype} on {device.type}"
+    device = request.tensors.logits.device
+    if device.type != "cuda":
+        return f"logits on a GPU, got {device.type}"
     if torch.version.hip is not None or _capability(device) != CAPABILITY:
         return "an NVIDIA GPU of compute capability {}.{}".format(*CAPABILITY)
     return None
@@ -208,7 +206,9 @@ def obstacle_to_loss(request: Request, reduction: FusedReduction, inplace: bool)
     if x.bias is not None:
         return "logits without a bias"
     found = (
-        _obstacle_of_kind(facts, reduction.plan, reduction.rows is not None, columns)
+        _obstacle_of_kind(
+            facts, reduction.plan, reduction.rows is not None, columns, x.logits.dtype
+        )
         or _obstacle_to_teacher(request)
         or obstacle_to_logits(request)
     )
@@ -227,14 +227,16 @@ def _obstacle_to_teacher(request: Request) -> str | None:
     teacher = x.teacher
     if teacher is None:
         return None
-    if teacher.dtype != x.logits.dtype and x.logits.dtype in DTYPES:
+    if teacher.dtype != x.logits.dtype:
         return f"a teacher of the student's dtype, {x.logits.dtype}, got {teacher.dtype}"
     found = obstacle_to_rows(teacher, False) if facts.world_size == 1 else None
     return None if found is None else f"a teacher with {found}"
 
 
 @functools.lru_cache(maxsize=1024)
-def _obstacle_of_kind(facts: Facts, plan, in_rows: bool, columns: int) -> str | None:
+def _obstacle_of_kind(
+    facts: Facts, plan, in_rows: bool, columns: int, dtype: torch.dtype
+) -> str | None:
     """`obstacle_to_loss` as far as facts tell it that all ranks share."""
     statistics, n_terms = plan.statistics, len(plan.coefficients)
     terms, summed = statistics[:n_terms], statistics[n_terms * in_rows :]
@@ -249,9 +251,10 @@ def _obstacle_of_kind(facts: Facts, plan, in_rows: bool, columns: int) -> str | 
         return f"at most {VALUES} sums of terms and metrics, got {list(statistics)}"
     if facts.scale < 0:
         return f"a positive scale, got {facts.scale}"
-    if columns % COLUMNS:
-        return f"equal shards of a multiple of 8 ids, got {facts.vocab_size} ids on {facts.world_size} ranks"
-    cuts = cuts_of(columns // facts.chunks, facts.chunks, has_teacher(facts))
+    of_vector = columns_of_vector(dtype)
+    if columns % of_vector:
+        return f"equal shards of a multiple of {of_vector} ids, got {facts.vocab_size} ids on {facts.world_size} ranks"
+    cuts = cuts_of(columns // of_vector // facts.chunks, facts.chunks, has_teacher(facts))
     if cuts.pieces * facts.world_size > PACKETS or facts.world_size > RANKS or cuts.slots < 4:
         return f"a smaller vocabulary, got {facts.vocab_size} ids"
     if facts.world_size > 1 and facts.transport not in ("auto", "symm_mem"):
