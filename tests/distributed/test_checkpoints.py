@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.utils import parametrizations, parametrize, prune
 
 import tp_headloss as hl
 from tp_headloss.modules import saved_rows
@@ -255,3 +256,58 @@ def test_a_save_says_once_that_an_optimizers_state_needs_to_dtensor():
         assert "to_dtensor(mesh) before the optimizer is made" in plain[0]
     (found,) = on_ranks(1, said_at_save)
     assert found == [[], [], []]
+
+
+COMPUTED = {  # what makes a weight of other tensors -> what undoes it
+    "parametrizations.weight_norm": (
+        parametrizations.weight_norm,
+        lambda module: parametrize.remove_parametrizations(module, "weight"),
+    ),
+    "parametrize": (
+        lambda module: parametrize.register_parametrization(module, "weight", torch.nn.Tanh()),
+        lambda module: parametrize.remove_parametrizations(module, "weight"),
+    ),
+    "weight_norm": (torch.nn.utils.weight_norm, torch.nn.utils.remove_weight_norm),
+    # whose hooks of state dicts torch does not remove
+    "spectral_norm": (torch.nn.utils.spectral_norm, None),
+    "prune": (
+        lambda module: prune.l1_unstructured(module, "weight", 0.5),
+        lambda module: prune.remove(module, "weight"),
+    ),
+    "prune of the bias": (
+        lambda module: prune.l1_unstructured(module, "bias", 0.5),
+        lambda module: prune.remove(module, "bias"),
+    ),
+}
+
+
+def computed_rows(group, device, how):
+    """Whether a state_dict was refused while rows were computed, and rows come back after."""
+    compute, undo = COMPUTED[how]
+    models = [modules_of(group, device, seed) for seed in (1, 2)]
+    one, two = models
+    for model in models:
+        compute(model["head"])
+        model["head"](torch.ones(2, H, device=device), torch.tensor([1, V - 1], device=device))
+    try:
+        one.state_dict()
+        words = ""
+    except ValueError as error:
+        words = str(error)
+    if undo is None:
+        return words, True
+    for model in models:
+        undo(model["head"])
+    two.load_state_dict(one.state_dict())
+    pairs = zip(local_rows(one).values(), local_rows(two).values())
+    return words, all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
+@pytest.mark.parametrize("how", COMPUTED)
+def test_rows_that_are_computed_of_other_tensors_are_no_entries_of_a_file(how):
+    name = "bias" if "bias" in how else "weight"
+    for words, are_equal in on_ranks(2, computed_rows, how):
+        assert f"the rows of ['{name}'] of a " in words and are_equal
+    ((words, are_equal),) = on_ranks(1, computed_rows, how)
+    assert not words and are_equal  # all rows are here

@@ -3,6 +3,7 @@
 import gc
 import math
 import re
+import warnings
 import weakref
 
 import pytest
@@ -429,3 +430,21 @@ def test_operands_on_meta_have_results_on_meta():
         torch.zeros(2, 8, device="meta"), 2, weight=torch.zeros(V, 8, device="meta")
     )
     assert found.ids.is_meta and found.ids.shape == (2, 2)
+
+
+@pytest.mark.parametrize("mode", ["auto", "one_sweep", "recompute"])
+def test_a_head_on_meta_has_a_loss_and_gradients_on_meta(mode):
+    hidden, weight = (torch.zeros(n, 8, device="meta", requires_grad=True) for n in (2, V))
+    labels = torch.zeros(2, dtype=torch.int64, device="meta")
+    out = hl.HeadLoss().linear(hidden, weight, labels, linear=hl.Linear(mode))
+    out.loss.backward()
+    assert out.loss.is_meta and hidden.grad.is_meta and weight.grad.shape == weight.shape
+
+
+def test_a_trained_denominator_is_checked_without_a_warning():
+    logits, labels = torch.zeros(2, 8, requires_grad=True), torch.tensor([1, 2])
+    denominator = torch.tensor(4.0, requires_grad=True)
+    head = hl.HeadLoss(options=hl.Options(check=True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        head(logits, labels, denominator=denominator)

@@ -142,13 +142,37 @@ def first_packet(method):
 
 
 # How a method can be wrong. The last ones are those of methods that `Family` has already.
+def first_packets(method):
+    """Return a `merge` that takes the rows of two packets alone, of which most tries have no
+    more."""
+
+    def wrong(self, rows, merging):
+        given = {row: x[:2] if row in self.packet else x for row, x in rows.items()}
+        given = {
+            row: torch.nn.functional.pad(x, (0, 0, 0, len(rows[row]) - len(x)))
+            for row, x in given.items()
+        }
+        return method(self, given, merging)
+
+    return wrong
+
+
+def by_logits(method):
+    """Return a gradient method that is for logits instead of z."""
+
+    def wrong(self, dz, tile, *given):
+        return dz + tile.slope * (method(self, dz, tile, *given) - dz)
+
+    return wrong
+
+
 WAYS = {
     "local": (scaled,),
     "rescale": (scaled, without),
     "target": (scaled, without),
     "coefficient": (scaled, without),
-    "direct": (scaled, without),
-    "merge": (scaled, first_packet),
+    "direct": (scaled, without, by_logits),
+    "merge": (scaled, first_packet, first_packets),
     "join": (scaled, lambda join: lambda self, sums, joined: sums),
 }
 

@@ -29,6 +29,7 @@ from cases import (
 from pages import marked_block
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import prune
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
@@ -692,7 +693,10 @@ def refusals(group):
     expected = model(**batch()).loss
     for kind in ("forward", "forward_pre", "full_backward"):
         hook = getattr(model.lm_head, f"register_{kind}_hook")(lambda *args: None)
-        refused(lambda: model(**batch()), "and 1 of the latter")
+        refused(
+            lambda: model(**batch()),
+            "ignores hooks or a forward of its own that it gets later, got 1",
+        )
         hook.remove()
     model.config.final_logit_softcapping = 5.0
     refused(lambda: model(**batch()), "softcap=5.0")
@@ -728,6 +732,20 @@ def refusals(group):
     hook = model.lm_head.register_forward_pre_hook(lambda m, args: (1.5 * args[0],))
     refused(lambda: fuse_head(model), "input is not")
     hook.remove()
+    for kind in ("forward", "forward_pre", "full_backward", "full_backward_pre"):
+        hook = getattr(model.lm_head, f"register_{kind}_hook")(lambda *args: None)
+        refused(lambda: fuse_head(model), "without hooks, got ['refusals.<locals>.<lambda>']")
+        hook.remove()
+    old = torch.nn.utils
+    computed = {  # by hooks, from parameters of other names
+        "L1Unstructured": lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+        "WeightNorm": old.weight_norm,
+        "SpectralNorm": old.spectral_norm,
+    }
+    for name, compute in computed.items():
+        other = AutoModelForCausalLM.from_config(config_of())
+        compute(other.lm_head)
+        refused(partial(fuse_head, other), f"without hooks, got ['{name}']")
     hook = model.register_forward_pre_hook(
         lambda m, args, kw: (args, {**kw, "labels": None}), with_kwargs=True
     )

@@ -137,6 +137,9 @@ REMEDIES = {
         HeadLoss()(X, IDS, transform=Transform(temperature=torch.ones(B, 1)))
     ),
     r"mask must be bool, got torch.float32: pass its .bool\(\)": lambda: Sequences.from_mask(MASK),
+    r"input 'mask' must be real numbers, got torch.bool: pass its .float\(\)": lambda: HeadLoss(
+        [Term("own", lambda stats, mask: stats.lse * mask, inputs=("mask",))]
+    )(X, IDS, inputs={"mask": IDS > 0}),
     r"mask must be bool, got torch.int64: pass its .bool\(\)": lambda: Sequences.from_mask(
         MASK.long()
     ),

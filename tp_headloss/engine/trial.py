@@ -32,7 +32,8 @@ TEACHER = (0.372, -0.618, 1.124, 0.281, -0.947, 0.739)
 LABELS = (0, 4, 2, 5)
 IDS = (1, 3)  # of a top-K teacher, and those whose log-probs are asked for
 MEMBERS = (0, 2, 4, 5)  # of each token's set, all labels among them
-WIDTH, HALF = 6, 3
+WIDTH, HALF, THIRD = 6, 3, 2
+TEMPERATURE = 0.8
 ABSENT = 1  # columns of -inf after the six
 Labels: TypeAlias = tuple[int, ...] | None
 STEP = 4e-3  # of finite differences, and twice as much
@@ -109,7 +110,7 @@ class Trial:
             want=want,
             scale=1.0,
             softcap=0.0,
-            temperature=1.0,
+            temperature=TEMPERATURE,
             ignore_index=-100,
             backend="torch",
             transport="gather",
@@ -126,14 +127,17 @@ class Trial:
         return {name: x for name, x in zip(layout.values, outputs[1]) if name in own}
 
     def check_sums(self) -> None:
-        """Compare values of one chunk with those of two, of ranks that add up, and with columns of
-        -inf."""
+        """Compare values of one chunk with those of two and three, of ranks that add up, and with
+        columns of -inf."""
         whole = self.values(self.request(LABELS))
         absent = self.values(self.request(LABELS, WIDTH + ABSENT, ABSENT))
         self.compare(absent, whole, "with an id more, whose logit is -inf,", "without", ("local",))
         # the third chunk has nothing but -inf
         cut = self.request(LABELS, HALF, ABSENT)
-        self.compare(self.values(cut), whole, "cut in two", "whole", ("rescale", "merge", "local"))
+        in_three = self.request(LABELS, THIRD)
+        for request, words in ((cut, "cut in two"), (in_three, "cut in three")):
+            found = self.values(request)
+            self.compare(found, whole, words, "whole", ("rescale", "merge", "local"))
         if self.family.adds_up:
             words = 'with the sums of ranks added up (transport="sum"; or adds_up = False)'
             self.compare(self.added_up(cut), whole, words, "whole", ("merge",))
@@ -171,7 +175,7 @@ class Trial:
         merged = passes.statistics(request)[0]
         # as in a backward, which has no logits of labels
         request = request._replace(tensors=request.tensors._replace(label_logits=None))
-        of_lse = request.tensors.logits.softmax(-1)
+        of_lse = (request.tensors.logits / TEMPERATURE).softmax(-1) / TEMPERATURE
         slopes = self.slopes(labels)
         upstream = torch.linspace(0.5, 2.0, len(LOGITS), dtype=torch.float64)
         for name in (*self.family.gradients, None):

@@ -105,7 +105,7 @@ def _check_values(definition, x, labels, token_weight, denominator, inputs):
     """Raise ValueError for values of a loss's arguments that make it NaN. x: the tokens."""
     is_valid = labels != definition.ignore_index
     if isinstance(denominator, torch.Tensor):
-        expect_denominator(float(denominator), definition.reduction, x.device)
+        expect_denominator(float(denominator.detach()), definition.reduction, x.device)
     for name, value in inputs.items():
         expect_finite(f"input {name!r}", value, is_valid)
     expect_finite("token_weight", token_weight, is_valid)

@@ -204,6 +204,7 @@ def _describe_rows(module, state, prefix, metadata):
     """
     if module.shard.world_size == 1:
         return
+    _expect_own_parameters(module, state, prefix)
     for name in ("weight", "bias"):
         x = state.get(prefix + name)
         own = getattr(module, name)
@@ -212,6 +213,35 @@ def _describe_rows(module, state, prefix, metadata):
             if own.requires_grad:
                 saved_rows.say_what_is_not_covered()
     saved_rows.describe(metadata, module.shard, state.get(prefix + "weight"))
+
+
+def _expect_own_parameters(module, state, prefix):
+    """Raise ValueError for rows that are computed of other tensors.
+
+    As plain tensors of a state_dict they would say nothing, and be one rank's for all.
+    """
+    computed = [
+        name
+        for name in ("weight", "bias")
+        if getattr(module, name) is not None and name not in module._parameters
+    ]
+    if not computed:
+        return
+    rows = [
+        key
+        for key, x in state.items()
+        if key.startswith(prefix)
+        and isinstance(x, torch.Tensor)
+        and not is_dtensor(x)
+        and x.shape[:1] == (module.shard.width,)
+    ]
+    if rows:
+        raise ValueError(
+            f"a state_dict describes the rows of {computed} of a {type(module).__name__} as "
+            f"parameters, got rows that are computed of {sorted(rows)}: before it is saved, make "
+            "them a parameter again (parametrize.remove_parametrizations, prune.remove, "
+            "remove_weight_norm, remove_spectral_norm)"
+        )
 
 
 def _holds_rows(x, shard: VocabShard) -> bool:

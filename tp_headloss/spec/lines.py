@@ -1,7 +1,4 @@
-"""Lines: what an argument may be.
-
-They read metadata and Python numbers, never a tensor's values.
-"""
+"""Lines: what an argument may be. They read metadata and numbers, never a tensor's values."""
 
 import math
 import operator
@@ -33,6 +30,8 @@ DTYPES: dict[str, Callable[[torch.dtype], bool]] = {
     "real numbers or bool": lambda dtype: not dtype.is_complex,
     "real numbers": lambda dtype: not dtype.is_complex and dtype != torch.bool,
 }
+
+CASTS = {"bool": ".bool()", "int64 or int32": ".long()", "real numbers": ".float()"}
 
 
 @dataclass(frozen=True)
@@ -98,9 +97,8 @@ class TensorLine:
 
     def _dtype_hint(self, x) -> str:
         """Return what to pass in the place of a tensor of another dtype."""
-        if self.kind == "bool" and not x.is_complex():
-            return ": pass its .bool()"
-        return ": pass its .long()" * (x.is_floating_point() and "int64" in self.kind)
+        has_cast = self.kind in CASTS and not x.is_complex()
+        return f": pass its {CASTS[self.kind]}" if has_cast else ""
 
     def _check_device(self, name, x, sizes):
         """Raise ValueError for another device, or for meta beside values if no shape says more."""

@@ -59,6 +59,7 @@ class InstalledForward(Replacement):
             )
             self.checked_shard = installed_shard(model, shard)
             stock = check_forward(model, self.stock_forward, self.transform, self.checked_shard)
+            _expect_no_hooks(output_layer(model))
             self.output_class, self._seen = stock.output_class, _heeded_by_stock(model)
             self.install(self.entries_of(model))
             copies.watch_body(self, model)
@@ -138,11 +139,16 @@ class InstalledForward(Replacement):
                 f"has {location(type(model).forward)} now, which it would ignore: .remove() the "
                 "head, and install it after that"
             )
-        if transform != own or not hooks <= known:
+        if transform != own:
             raise ValueError(
-                f"a head that was installed for {own} ignores others of the config, and new hooks "
-                f"or another forward of the output layer, got {transform} and "
-                f"{len(hooks - known)} of the latter: .remove() the head, and install it after that"
+                f"a head that was installed for {own} ignores another transform of the config, got "
+                f"{transform}: .remove() the head, and install it after that"
+            )
+        if new := hooks - known:
+            raise ValueError(
+                "an installed head does not call the output layer, and ignores hooks or a forward "
+                f"of its own that it gets later, got {len(new)} of them: .remove() the head, and "
+                "install it after that, or take causal_lm_loss"
             )
         return run_body(model, given)
 
@@ -152,21 +158,44 @@ def _heeded_by_stock(model) -> tuple[Transform, set]:
     the logits, and ids of the output layer's hooks, except FSDP's, which gather weights, with a
     word if somebody replaced its forward."""
     layer = model.get_output_embeddings()
-    hooks = (
-        layer._forward_pre_hooks
-        | layer._forward_hooks
-        | layer._backward_pre_hooks
-        | layer._backward_hooks
-    )
     # accelerate's hooks replace it as well, and have an error of their own
     is_replaced = vars(layer).get("forward") is not None and not hasattr(layer, "_hf_hook")
     own: set = {"a forward of its own"} if is_replaced else set()
-    own |= {
-        i
-        for i, hook in hooks.items()
-        if not (hook.__module__ or "").startswith("torch.distributed.")
-    }
+    own |= {i for i, hook in _hooks(layer).items() if not _is_from(hook, "torch.distributed")}
     return config_transform(model.config.get_text_config()), own
+
+
+def _hooks(layer) -> dict[int, Any]:
+    """Return a module's hooks by their ids."""
+    return {
+        **layer._forward_pre_hooks,
+        **layer._forward_hooks,
+        **layer._backward_pre_hooks,
+        **layer._backward_hooks,
+    }
+
+
+def _is_from(hook, *packages: str) -> bool:
+    """Return True if a hook is a function of one of these packages."""
+    return f"{hook.__module__}.".startswith(tuple(f"{package}." for package in packages))
+
+
+def _expect_no_hooks(layer):
+    """Raise ValueError for hooks that the model's own call of its output layer runs, and a fused
+    head does not, which reads the layer's weight alone. Those of FSDP and of tensor parallelism
+    have been compared."""
+    others = [
+        hook
+        for hook in _hooks(layer).values()
+        if not _is_from(hook, "torch.distributed", "transformers")
+    ]
+    if others:
+        names = sorted({getattr(hook, "__qualname__", type(hook).__qualname__) for hook in others})
+        raise ValueError(
+            "a fused head reads the weight of the output layer and does not call the layer, so it "
+            f"needs one without hooks, got {names}: remove them (torch.nn.utils.prune.remove, "
+            "remove_weight_norm and remove_spectral_norm keep the weight), or take causal_lm_loss"
+        )
 
 
 @contextlib.contextmanager

@@ -75,10 +75,11 @@ def fuse_head(
 
     Raises:
         TypeError, ValueError: the forward or the loss function is replaced already, the body or the
-            output layer is not what it seems (other adapters, quantization), a router has an
-            auxiliary loss, or the check found something; the model is as it was before. In a call
-            with labels: ``logits_to_keep``; another loss_function, transform of the config, or new
-            hook of the output layer than when the head was installed.
+            output layer is not what it seems (other adapters, quantization, hooks that the head
+            would not run), a router has an auxiliary loss, or the check found something; the model
+            is as it was before. In a call with labels: ``logits_to_keep``; another loss_function,
+            transform of the config, or new hook of the output layer than when the head was
+            installed.
     """
     _expect_own_loss(model)
     return FusedHead(model, head_loss, linear, shard, transform, observe, skip_logits)
