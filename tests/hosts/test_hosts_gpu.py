@@ -86,6 +86,8 @@ def test_a_host_learns_the_same_with_its_own_head_and_with_ours(results, name):
         # one is rounded to bf16
         assert max(abs(a - b) for a, b in zip(found["loss"], own["loss"])) < 2e-5
         assert 0 < found["head_ms"] < found["step_ms"]
+        first, second = found["turns"]["step_ms"]
+        assert found["step_ms"] == pytest.approx((first + second) / 2)
 
 
 def test_results_become_a_table_and_a_picture(tmp_path):
