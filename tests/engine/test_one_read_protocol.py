@@ -19,6 +19,7 @@ from tp_headloss.engine.one_read import kernel as one_read_kernel
 from tp_headloss.engine.one_read import launch as one_read_launch
 from tp_headloss.engine.one_read import params as one_read_params
 from tp_headloss.engine.one_read import rows as row_functions
+from tp_headloss.engine.request import Tensors
 from tp_headloss.engine.ways import one_read
 from tp_headloss.ranks.shard import canonical_chunk_size
 from tp_headloss.statistics import layout_of
@@ -32,14 +33,13 @@ def kernel_numbers():
 
 
 @pytest.mark.parametrize(
-    "dtype, has_teacher",
-    [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, False)],
+    "dtype, of_teacher", [(torch.bfloat16, 0), (torch.bfloat16, 1), (torch.float32, 0)]
 )
 @pytest.mark.parametrize("vocab_size", [250, 700, 32000, 32064, 50304, 128256, 151936, 262144])
-def test_leaves_depend_on_the_vocabulary_alone(vocab_size, dtype, has_teacher):
+def test_leaves_depend_on_the_vocabulary_alone(vocab_size, dtype, of_teacher):
     chunk = canonical_chunk_size(vocab_size) // one_read_launch.columns_of_vector(dtype)
-    matrices = 1 + has_teacher
-    all_cuts = [one_read_launch.cuts_of(chunk, 8 // ranks, has_teacher) for ranks in (1, 2, 4, 8)]
+    matrices = 1 + of_teacher
+    all_cuts = [one_read_launch.cuts_of(chunk, 8 // ranks, of_teacher) for ranks in (1, 2, 4, 8)]
     assert len({(cuts.chunk, cuts.cuts) for cuts in all_cuts}) == 1
     for ranks, cuts in zip((1, 2, 4, 8), all_cuts):
         assert (
@@ -58,6 +58,19 @@ def test_leaves_depend_on_the_vocabulary_alone(vocab_size, dtype, has_teacher):
         bytes_of_each, rest = divmod(cuts.slot_bytes, matrices)
         assert rest == 0 and bytes_of_each % 128 == 0
         assert bytes_of_each >= 16 * cuts.chunk * cuts.leaves / (1 << cuts.cuts)
+
+
+@pytest.mark.parametrize("width, dtype, is_readable", [
+    (1008, torch.bfloat16, True), (1004, torch.bfloat16, False), (1008, torch.float32, True),
+    (1004, torch.float32, False), (1002, torch.float32, False),
+])  # fmt: skip
+def test_a_teacher_needs_memory_for_the_rest_of_the_students_vectors(width, dtype, is_readable):
+    """Students have rows of 1008 columns in memory."""
+    student = torch.zeros(3, 1008, dtype=torch.bfloat16)[:, :width]
+    tensors = Tensors(student, teacher=torch.zeros(3, width, dtype=dtype))
+    request = SimpleNamespace(tensors=tensors)
+    assert one_read_launch.obstacle_to_rows(student, False) is None
+    assert (one_read_launch.obstacle_to_teacher(request) is None) == is_readable
 
 
 def test_the_argument_and_its_callers_agree():
@@ -137,6 +150,14 @@ def test_a_kernel_is_compiled_with_what_its_loss_needs(case, dtype, device):
         inputs["teacher"] = hl.Teacher(logits.detach())
     given = head._given(logits, labels, None, moved(hl.Transform(**transform), device))
     given = given._replace(teacher=inputs.get("teacher"))
+    expect_flags(head, given, inputs, dtype, expected)
+    if "teacher" in inputs and dtype != torch.float32:
+        wide = {"teacher": hl.Teacher(logits.detach().float())}
+        given = given._replace(teacher=wide["teacher"])
+        expect_flags(head, given, inputs | wide, dtype, [*expected, "TEACHER_FLOAT32"])
+
+
+def expect_flags(head, given, inputs, dtype, expected):
     call, request = head._checked(given, None, None, inputs)
     plan, *_, function, _ = head._case(call, request).loss.in_one_read
     x = request.tensors.logits

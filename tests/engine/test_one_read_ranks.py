@@ -311,6 +311,8 @@ def _random_steps_against_float64(group, device, repeats):
             inputs = {
                 "teacher": teacher_beside(logits.roll(1, 0)) if n_rows > 2 else logits.flip(0)
             }
+            if choices.random() < 0.5:
+                inputs = {"teacher": inputs["teacher"].float() * 1.01}
         expected, size, whole = _float64_loss(kind, logits, labels, inputs, denominator)
         shard, x = _shard(group, logits, vocab_size)
         head, x = hl.HeadLoss(list(LOSSES[kind][0]), options=IN_FORWARD), x.requires_grad_()

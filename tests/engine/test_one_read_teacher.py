@@ -86,10 +86,11 @@ TAUGHT = {
 }
 
 
-def taught(case, device, logits):
-    """The arguments of a case with a teacher."""
+def taught(case, device, logits, dtype=None):
+    """The arguments of a case with a teacher, whose logits have the dtype, or the student's."""
     given = {name: moved(x, device) for name, x in TAUGHT[case].items()}
-    teacher = hl.Teacher(teacher_beside(logits), given.pop("temperature", 1.0))
+    beside = teacher_beside(logits) if dtype is None else teacher_beside(logits.to(dtype))
+    teacher = hl.Teacher(beside, given.pop("temperature", 1.0))
     return given | {"inputs": {"teacher": teacher} | given.get("inputs", {})}
 
 
@@ -113,16 +114,23 @@ def taught_noise(logits, given):
 MANY = "all", "reverse KL", "another temperature, both", "temperatures beside it"
 WIDTHS = [(case, width) for case in TAUGHT for width in (704, 1000)]
 WIDTHS += [(case, width) for case in MANY for width in (8, 32064, 128256)]
+DTYPES = {  # of student and teacher
+    8: (torch.float16, torch.float16),
+    704: (torch.bfloat16, torch.bfloat16),
+    1000: (torch.float16, torch.float32),
+    32064: (torch.float32, torch.float32),
+    128256: (torch.bfloat16, torch.float32),
+}
 
 
 @on_hopper
 @pytest.mark.parametrize("case, width", WIDTHS)
 def test_a_teacher_is_read_beside_the_student(case, width, device):
-    dtype = {1000: torch.float16, 32064: torch.float32}.get(width, torch.bfloat16)
+    dtype, of_teacher = DTYPES[width]
     logits, labels = problem(device, width)
     logits, labels[4] = logits.to(dtype), 0
     logits[4, 1::3] = -30
-    given = taught(case, device, logits)
+    given = taught(case, device, logits, of_teacher)
     noise = taught_noise(logits, given) + (2**-24 if dtype == torch.float16 else 0)
     one, two = (steps(options, logits, labels, **given) for options in (IN_FORWARD, IN_BACKWARD))
     expect_alike(one, two, noise)

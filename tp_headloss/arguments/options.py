@@ -77,7 +77,7 @@ class Options:
             shards on at most 8 ranks with symmetric memory; a positive scale; no bias; terms that
             are statistics or `Term.pointwise` (no class weights), and at most six sums of lse,
             log_prob, entropy, total, forward_kl, reverse_kl, the accuracy and such terms; a
-            `Teacher` whose logits have the student's dtype and such rows, or none; a
+            `Teacher` whose logits have the student's dtype, or fp32, and such rows, or none; a
             reduction over tokens; no sets, ids or rank, and no weights or inputs that require a
             gradient; ValueError for other calls that need a gradient. "backward" has a launch of
             the backward write it. "auto" takes "forward" where it can and was measured to be

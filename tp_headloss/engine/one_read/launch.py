@@ -42,27 +42,34 @@ _log = logging.getLogger("tp_headloss")
 
 
 @functools.lru_cache(maxsize=256)
-def cuts_of(chunk: int, chunks: int, beside_teacher: bool = False) -> Cuts:
-    """How rows of a shard of whole chunks are cut. chunk: its vectors.
+def cuts_of(chunk: int, chunks: int, teacher_vectors: int = 0) -> Cuts:
+    """How rows of a shard of whole chunks are cut. chunk: its vectors; teacher_vectors: of a
+    teacher, beside each of these.
 
-    An item with a teacher has half of the columns, so that a slot is as large and each of its
-    leaves has a warp.
+    An item with a teacher has fewer columns, so that a slot is as large and each of its leaves has
+    a warp.
     """
-    matrices = 2 if beside_teacher else 1
+    matrices = 1 + teacher_vectors
     cuts = max(-(-chunk * matrices // LEAF) - 1, 0).bit_length()
     leaves = chunks << cuts
     while leaves > 1 and -(-chunk * leaves // (1 << cuts)) * VECTOR * matrices > LARGEST:
         leaves //= 2
     size = matrices * -(-(-(-chunk * leaves // (1 << cuts)) * VECTOR) // 128) * 128
-    slots = (SHARED - OF_TEACHER * beside_teacher) // size
+    slots = (SHARED - OF_TEACHER * (teacher_vectors > 0)) // size
     return Cuts(chunk, cuts, leaves, (chunks << cuts) // leaves, min(slots, SLOTS), size)
 
 
 def cuts_of_call(request: Request) -> Cuts:
     """How rows of a call are cut."""
-    facts = request.facts
-    vectors = columns_of(request) // columns_of_vector(request.tensors.logits.dtype)
-    return cuts_of(vectors // facts.chunks, facts.chunks, has_teacher(facts))
+    facts, x = request.facts, request.tensors
+    vectors = columns_of(request) // columns_of_vector(x.logits.dtype)
+    return cuts_of(vectors // facts.chunks, facts.chunks, teacher_vectors(x))
+
+
+def teacher_vectors(tensors: Tensors) -> int:
+    """Vectors of a teacher beside each of the student's, 0 without a teacher."""
+    student, teacher = tensors.logits, tensors.teacher
+    return 0 if teacher is None else teacher.dtype.itemsize // student.dtype.itemsize
 
 
 def columns_of_vector(dtype: torch.dtype) -> int:
@@ -84,26 +91,36 @@ def columns_of(request: Request) -> int:
     return 1 if shard.padded_size is None else -(-shard.padded_size // facts.world_size)
 
 
-def obstacle_to_rows(logits: torch.Tensor, inplace: bool) -> str | None:
+def obstacle_to_rows(logits: torch.Tensor, inplace: bool, columns: int | None = None) -> str | None:
     """Return what rows [N, width] lack for a kernel that reads them where they are, a vector at a
-    time. inplace: and writes over them."""
+    time. inplace: and writes over them. columns: that it reads at a time, of vectors by default."""
     n_rows, width = logits.shape
-    columns = columns_of_vector(logits.dtype)
+    aligned = columns_of_vector(logits.dtype)
+    columns = aligned if columns is None else columns
     stride, step = logits.stride()
     if width == 0:
         return None
-    is_aligned = logits.data_ptr() % VECTOR == 0 and (n_rows < 2 or stride % columns == 0)
+    is_aligned = logits.data_ptr() % VECTOR == 0 and (n_rows < 2 or stride % aligned == 0)
     if (step != 1 and width > 1) or not is_aligned:
         return (
-            f"rows that begin at multiples of {VECTOR} bytes, as those of a multiple of {columns} columns "
+            f"rows that begin at multiples of {VECTOR} bytes, as those of a multiple of {aligned} columns "
             f"do, got strides {list(logits.stride())}"
         )
     if inplace and (width % columns or not logits.is_contiguous()):
         return f"contiguous logits of a multiple of {columns} columns for inplace=True, got {width}"
-    end = logits.storage_offset() + (n_rows - 1) * stride + _whole_vectors(width, logits.dtype)
+    whole = -(-width // columns) * columns
+    end = logits.storage_offset() + (n_rows - 1) * stride + whole
     if end * logits.element_size() > logits.untyped_storage().nbytes():
         return f"memory behind the last row, for the rest of {columns} columns"
     return None
+
+
+def obstacle_to_teacher(request: Request) -> str | None:
+    """Return what rows of a teacher lack for the kernel, None without a teacher."""
+    x = request.tensors
+    if x.teacher is None:
+        return None
+    return obstacle_to_rows(x.teacher, False, columns_of_vector(x.logits.dtype))
 
 
 def _whole_vectors(columns: int, dtype: torch.dtype) -> int:
@@ -112,11 +129,12 @@ def _whole_vectors(columns: int, dtype: torch.dtype) -> int:
     return -(-columns // step) * step
 
 
-def _copy(logits: torch.Tensor, columns: int) -> torch.Tensor:
-    """A copy that the kernel can read, for a rank whose peers' logits may need none."""
+def _copy(logits: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """A copy that the kernel can read, for a rank whose peers' logits may need none. dtype: of the
+    student's logits."""
     n_rows, width = logits.shape
     width = min(width, columns)
-    copy = logits.new_zeros((n_rows, _whole_vectors(width, logits.dtype)))
+    copy = logits.new_zeros((n_rows, _whole_vectors(width, dtype)))
     copy[:, :width] = logits[:, :width]
     return copy
 
@@ -159,6 +177,7 @@ class Rows(NamedTuple):
     stride: int  # of rows, in elements
     gradient_stride: int
     teacher_stride: int
+    teacher_vectors: int  # see `teacher_vectors`
     has_scales: bool  # temperatures beside a teacher are per token
     dtype: torch.dtype
     device: torch.device
@@ -174,6 +193,7 @@ class Rows(NamedTuple):
             logits.stride(0),
             gradient.stride(0),
             0 if x.teacher is None else x.teacher.stride(0),
+            teacher_vectors(x._replace(logits=logits)),
             x.scales is not None,
             logits.dtype,
             logits.device,
@@ -199,6 +219,7 @@ def flags_of(facts: Facts, plan, function, rows: Rows) -> list[str]:
         "ENTROPY_TERM": has_entropy_term,
         "HALF": rows.dtype == torch.float16,
         "FLOAT32": rows.dtype == torch.float32,
+        "TEACHER_FLOAT32": rows.teacher_vectors > 1,
         "SOFTCAP": facts.softcap != 0.0,
         "TEMPERED": is_tempered(facts, rows.has_scales),
     }
@@ -321,15 +342,14 @@ def statistics_and_gradient(
     completes it (`Late`), or None where the upstream gradient is known.
     """
     logits, teacher = request.tensors.logits, request.tensors.teacher
-    is_readable = obstacle_to_rows(logits, inplace) is None
-    if is_readable and (teacher is None or obstacle_to_rows(teacher, False) is None):
+    if obstacle_to_rows(logits, inplace) is None and obstacle_to_teacher(request) is None:
         launched = _launch(request, reduction, logits if inplace else None, upstream)
         gradient = launched.gradient
     else:  # on several ranks, whose logits lie in other ways
         columns = columns_of(request)
-        copies = {"logits": _copy(logits, columns)}
+        copies = {"logits": _copy(logits, columns, logits.dtype)}
         if teacher is not None:
-            copies["teacher"] = _copy(teacher, columns)
+            copies["teacher"] = _copy(teacher, columns, logits.dtype)
         of_copy = request._replace(tensors=request.tensors._replace(**copies))
         launched = _launch(of_copy, reduction, None, upstream)
         gradient = logits.data if inplace else torch.empty_like(logits)

@@ -10,22 +10,29 @@ DEVICE float low(u32 v) { return IS_HALF ? cvt_f32_f16((u16)v) : __uint_as_float
 DEVICE float high(u32 v) {
   return IS_HALF ? cvt_f32_f16((u16)(v >> 16)) : __uint_as_float(v & 0xffff0000u);
 }
-DEVICE float logit_of(Bits bits) {
-  return IS_FLOAT32 ? __uint_as_float(bits) : high((u32)bits << 16);
-}
+DEVICE float logit_of(u16 bits) { return high((u32)bits << 16); }
+DEVICE float logit_of(u32 bits) { return __uint_as_float(bits); }
 
-// A vector's logits, two at a time.
+// Logits of a vector, two at a time: of the student's, and of the teacher's beside it.
 constexpr int PAIRS = COLUMNS / 2;
 struct Pair {
   float even, odd;
 };
-DEVICE Pair pair_of(const uint4& v, int pair) {
+template <class B> DEVICE Pair pair_in(const uint4& v, int pair) {
   const u32 words[] = {v.x, v.y, v.z, v.w};
-  if constexpr (IS_FLOAT32) {
+  if constexpr (IS_FLOAT32<B>) {
     return {__uint_as_float(words[2 * pair]), __uint_as_float(words[2 * pair + 1])};
   }
   return {low(words[pair]), high(words[pair])};
 }
+DEVICE Pair pair_of(const uint4& v, int pair) { return pair_in<Bits>(v, pair); }
+struct TeacherVector {
+  uint4 part[TEACHER_VECTORS];
+  DEVICE Pair pair(int pair) const {
+    constexpr int EACH = PAIRS / TEACHER_VECTORS;
+    return pair_in<TeacherBits>(part[pair / EACH], pair % EACH);
+  }
+};
 
 // The value of a logit, and its derivative but for `before`. Near 0, where most logits lie, by a
 // polynomial that is tanh to 8e-8 of itself; elsewhere tanh to 3e-7, and its slope to that part of
@@ -111,7 +118,7 @@ struct Packet {
     if constexpr (HAS_SECOND) f(1, second);
     if constexpr (HAS_TEACHER) f(1 + HAS_SECOND, teacher);
     if constexpr (HAS_BESIDE) f(2 + HAS_SECOND, beside);
-    if constexpr (IS_FLOAT32) f(WORDS - 1, label);
+    if constexpr (IS_FLOAT32<Bits>) f(WORDS - 1, label);
   }
   DEVICE bool has_come(u32 tag) {
     bool come = first.w >> 2 == tag;
@@ -120,7 +127,7 @@ struct Packet {
   }
   DEVICE int count() const { return first.z & 0xffffu; }
   DEVICE float logit() const {  // the label's
-    return IS_FLOAT32 ? __uint_as_float(label.x) : high(first.z);
+    return IS_FLOAT32<Bits> ? __uint_as_float(label.x) : high(first.z);
   }
   DEVICE bool has(u32 flag) const { return first.w & flag; }
   DEVICE Node node() const {
@@ -133,7 +140,7 @@ struct Packet {
 // logit: the label's.
 DEVICE Packet packet_of(const Node& x, Bits logit, u32 tag, u32 flags) {
   auto bits = [](float x) { return __float_as_uint(x); };
-  const u32 upper = IS_FLOAT32 ? 0 : (u32)logit << 16;
+  const u32 upper = IS_FLOAT32<Bits> ? 0 : (u32)logit << 16;
   return {make_uint4(bits(x.max), bits(x.sum), upper | x.count, tag << 2 | flags),
           make_uint4(bits(x.moment), x.index, bits(x.total), tag << 2),
           make_uint4(bits(x.teacher_max), bits(x.teacher_sum), bits(x.cross), tag << 2),

@@ -52,24 +52,31 @@ constexpr bool HAS_SOFTCAP = true;
 #else
 constexpr bool HAS_SOFTCAP = false;
 #endif
-// Bits: those of a logit. A word of 32 bits holds one or two: LOWEST, of -inf each.
+// Bits: those of a logit, and of a teacher's, which may be fp32 beside 16 bits.
 #ifdef FLOAT32
 typedef u32 Bits;
-constexpr bool IS_FLOAT32 = true, IS_HALF = false;
-constexpr u32 LOWEST = 0xff800000u, LOWEST_FINITE = 0xff7fffffu, WITHOUT_SIGN = 0x7fffffffu;
 #else
 typedef u16 Bits;
-constexpr bool IS_FLOAT32 = false;
-constexpr u32 WITHOUT_SIGN = 0x7fff7fffu;
+#endif
+#ifdef TEACHER_FLOAT32
+typedef u32 TeacherBits;
+#else
+typedef Bits TeacherBits;
+#endif
 #ifdef HALF
 constexpr bool IS_HALF = true;
-constexpr u32 LOWEST = 0xfc00fc00u, LOWEST_FINITE = 0xfbfffbffu;
 #else
 constexpr bool IS_HALF = false;
-constexpr u32 LOWEST = 0xff80ff80u, LOWEST_FINITE = 0xff7fff7fu;
 #endif
-#endif
+template <class B> constexpr bool IS_FLOAT32 = sizeof(B) == 4;
+// A word of 32 bits holds one logit or two. LOWEST: of -inf each; LOWEST_FINITE, WITHOUT_SIGN: of
+// the student's.
+template <class B>
+constexpr u32 LOWEST = IS_FLOAT32<B> ? 0xff800000u : IS_HALF ? 0xfc00fc00u : 0xff80ff80u;
+constexpr u32 LOWEST_FINITE = LOWEST<Bits> - (IS_FLOAT32<Bits> ? 1 : 0x10001);
+constexpr u32 WITHOUT_SIGN = IS_FLOAT32<Bits> ? 0x7fffffffu : 0x7fff7fffu;
 constexpr int COLUMNS = 16 / sizeof(Bits);  // of a vector of 16 bytes
+constexpr int TEACHER_VECTORS = sizeof(TeacherBits) / sizeof(Bits);  // beside each of the student's
 // Statistics that a row function has derivatives by, and those that it is given; see `params.py`.
 constexpr int SLOPES = 6, KNOWN = 7;
 #ifdef ROWS
@@ -102,7 +109,7 @@ constexpr int TOKENS_AT_ONCE = 6, VECTORS_AT_ONCE = 4;
 constexpr bool HAS_TEACHER = WANTS_FORWARD_KL || WANTS_REVERSE_KL;
 constexpr bool HAS_SECOND = WANTS_ENTROPY || WANTS_ARGMAX || WANTS_TOTAL;
 constexpr bool HAS_BESIDE = WANTS_REVERSE_KL || IS_TEMPERED;
-constexpr int WORDS = 1 + HAS_SECOND + HAS_TEACHER + HAS_BESIDE + IS_FLOAT32;
+constexpr int WORDS = 1 + HAS_SECOND + HAS_TEACHER + HAS_BESIDE + IS_FLOAT32<Bits>;
 // Flags of a packet: its rank has the label; the token is ignored.
 constexpr u32 OWNER = 1, IGNORED = 2;
 // Bits of a launch's number that its packets carry.

@@ -8,7 +8,7 @@ struct Params {
   const void* labels;   // [rows] int64 or int32, see wide_labels
   const float* weight;  // [rows] or null
   const float* temperatures;  // [rows] or null
-  const Bits* teacher;        // [rows, width] as the logits, or null
+  const TeacherBits* teacher;  // [rows, width] of that dtype or fp32, or null
   const float* scales;        // [2, rows] in the place of teacher_scale and student_scale, or null
   // [] upstream gradient of the loss, a record of `kernel.Memory` that foresees it, or neither: 1.
   const float* upstream;

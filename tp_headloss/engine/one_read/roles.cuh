@@ -66,7 +66,7 @@ struct Shared {
   Factors factor[SLOTS];
   TeacherFactors teacher_factor[TEACHER_SLOTS];
   Bits logit[SLOTS];  // the label's
-  Bits teacher_logit[TEACHER_SLOTS];
+  TeacherBits teacher_logit[TEACHER_SLOTS];
   double counted[GRAD];
   bool is_last;
 };
@@ -93,9 +93,10 @@ struct Program {
     if (++slot == q.slots) slot = 0, phase ^= 1;
   }
   DEVICE Bits* columns(const Params& q) const { return (Bits*)(ring + slot * q.slot_bytes); }
-  // The teacher's logits take the second half of a slot.
-  DEVICE Bits* teacher_columns(const Params& q) const {
-    return (Bits*)(ring + slot * q.slot_bytes + q.slot_bytes / 2);
+  // The teacher's logits lie in a slot after the student's.
+  DEVICE TeacherBits* teacher_columns(const Params& q) const {
+    const int bytes_of_own = q.slot_bytes / (1 + TEACHER_VECTORS);
+    return (TeacherBits*)(ring + slot * q.slot_bytes + bytes_of_own);
   }
   DEVICE Place place(const Params& q) const {
     return {shared_address(columns(q)), shared_address(teacher_columns(q))};
@@ -154,14 +155,14 @@ DEVICE void load(const Params& q, Program& p) {
       arrive(&s.full[p.slot]);  // I3
       continue;
     }
-    const int bytes = vectors * 16;
-    mbarrier_arrive_expect_tx(&s.full[p.slot], HAS_TEACHER ? 2 * bytes : bytes);  // I3, I4
+    const int bytes = vectors * 16, bytes_of_teacher = HAS_TEACHER ? TEACHER_VECTORS * bytes : 0;
+    mbarrier_arrive_expect_tx(&s.full[p.slot], bytes + bytes_of_teacher);  // I3, I4
     const Place to = p.place(q);
     const Bits* from = q.logits + (i64)row * q.stride + first_column;
     cp_async_bulk_load(to.own, from, bytes, &s.full[p.slot], policy);
     if constexpr (HAS_TEACHER) {
-      const Bits* teacher = q.teacher + (i64)row * q.teacher_stride + first_column;
-      cp_async_bulk_load(to.teacher, teacher, bytes, &s.full[p.slot], policy);
+      const TeacherBits* teacher = q.teacher + (i64)row * q.teacher_stride + first_column;
+      cp_async_bulk_load(to.teacher, teacher, bytes_of_teacher, &s.full[p.slot], policy);
     }
   }
 }
@@ -176,19 +177,20 @@ DEVICE Node sum_leaf(const Params& q, const Program& p, const Item& item, int le
   const int end = min(begin_of_leaf(q, first + leaf_of_item + 1) - from, item.vectors);
   const bool has_label = item.target >= COLUMNS * begin && item.target < COLUMNS * end;
   const Scales scales = scales_of(q, item);
-  Bits *columns = p.columns(q), *teacher = p.teacher_columns(q);
+  Bits* columns = p.columns(q);
+  TeacherBits* teacher = p.teacher_columns(q);
   if constexpr (HAS_SOFTCAP) lift(shared_address(columns), begin, end, p.lane);
   if (p.lane == 0 && has_label) {
     p.s.logit[p.slot] = columns[item.target];
-    columns[item.target] = (Bits)LOWEST;
+    columns[item.target] = (Bits)LOWEST<Bits>;
     if constexpr (HAS_TEACHER) {
       p.s.teacher_logit[p.slot] = teacher[item.target];
-      teacher[item.target] = (Bits)LOWEST;
+      teacher[item.target] = (TeacherBits)LOWEST<TeacherBits>;
     }
   }
   for (int c = max(item.valid, COLUMNS * begin) + p.lane; c < COLUMNS * end; c += 32) {
-    columns[c] = (Bits)LOWEST;
-    if constexpr (HAS_TEACHER) teacher[c] = (Bits)LOWEST;
+    columns[c] = (Bits)LOWEST<Bits>;
+    if constexpr (HAS_TEACHER) teacher[c] = (TeacherBits)LOWEST<TeacherBits>;
   }
   __syncwarp();  // I4: other lanes read these columns
   Node x = leaf(p.place(q), begin, end, p.lane, q.before, scales);
@@ -233,7 +235,7 @@ DEVICE int first_index(const Params& q, const Program& p, const Item& item, cons
   const int end = min(begin_of_leaf(q, leaf + 1) - from, item.vectors);
   int v = end;
   for (int k = end - 1 - p.lane; k >= begin_of_leaf(q, leaf) - from; k -= 32) {
-    if (value_of(larger(largest(vectors[k])), q.before) == x.max) v = k;
+    if (value_of(larger<Bits>(largest<Bits>(vectors[k])), q.before) == x.max) v = k;
   }
   v = __reduce_min_sync(~0u, v);
   const Bits* columns = (const Bits*)(vectors + v);
@@ -389,11 +391,11 @@ DEVICE void write_gradient(const Params& q, const Program& p, const Item& item, 
   const Place at = p.place(q);
   const AllFactors f = {p.s.factor[p.slot],
                         HAS_TEACHER ? p.s.teacher_factor[p.slot] : TeacherFactors()};
-  auto gradient = [&](const uint4& r, const uint4& t, bool is_plain, bool all_near) {
+  auto gradient = [&](const uint4& r, const TeacherVector& t, bool is_plain, bool all_near) {
     Pair found[PAIRS];
 #pragma unroll
     for (int k = 0; k < PAIRS; k++) {
-      const Pair x = pair_of(r, k), u = pair_of(t, k);
+      const Pair x = pair_of(r, k), u = t.pair(k);
       found[k] = {gradient_of(f, x.even, u.even, q.before, is_plain, all_near),
                   gradient_of(f, x.odd, u.odd, q.before, is_plain, all_near)};
     }
@@ -401,7 +403,7 @@ DEVICE void write_gradient(const Params& q, const Program& p, const Item& item, 
   };
   if (!item.ignored()) {
     each_vector(at.own, begin, end, p.lane, q.before, [&](int v, const uint4& r, bool all_near) {
-      const uint4 t = of_teacher(at, v);
+      const TeacherVector t = of_teacher(at, v);
       const uint4 x =
           f.own.is_plain ? gradient(r, t, true, all_near) : gradient(r, t, false, all_near);
       st_shared_v4(at.own + v * 16, x);

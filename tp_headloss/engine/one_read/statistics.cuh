@@ -38,16 +38,14 @@ struct Drop {
 };
 
 // exp(scale * (value - shift)) = 2^(value * by - at - rest), of which `rest` is the same for all
-// values: one rounding. Beyond a million, z of logits of 16 bits are equal or hundreds apart,
-// whatever the base, and beyond a billion those of logits of 32; `rest` would be large there, and a
-// power of 2 has none.
-constexpr float FAR = IS_FLOAT32 ? 1e9f : 1e6f;
+// values: one rounding. Beyond a billion all z are equal or far apart, whatever the base; `rest`
+// would be large there, and a power of 2 has none.
 struct Base2 {
   float by, at, rest;
 };
 DEVICE Base2 base2(float shift, float scale) {
   const float power = __uint_as_float(__float_as_uint(scale) & 0x7f800000u);
-  const bool is_far = !HAS_SOFTCAP && fabsf(shift * scale) > FAR;
+  const bool is_far = !HAS_SOFTCAP && fabsf(shift * scale) > 1e9f;
   const float by = is_far ? power : scale * LOG2E, at = shift * by;
   return {by, at, fmaf(shift, by, -at)};
 }

@@ -21,25 +21,29 @@ DEVICE Node join_lanes(Node x, int lanes, Scales scales) {
 }
 
 // Of two words of logits, the larger ones; of a word, the largest one.
-DEVICE u32 max_words(u32 a, u32 b) {
-  if constexpr (IS_FLOAT32) {
+template <class B> DEVICE u32 max_words(u32 a, u32 b) {
+  if constexpr (IS_FLOAT32<B>) {
     return __float_as_uint(fmaxf(__uint_as_float(a), __uint_as_float(b)));
   }
   return IS_HALF ? max_f16x2(a, b) : max_bf16x2(a, b);
 }
-DEVICE float larger(u32 v) { return IS_FLOAT32 ? __uint_as_float(v) : fmaxf(low(v), high(v)); }
-DEVICE u32 largest(uint4 v) { return max_words(max_words(v.x, v.y), max_words(v.z, v.w)); }
+template <class B> DEVICE float larger(u32 v) {
+  return IS_FLOAT32<B> ? __uint_as_float(v) : fmaxf(low(v), high(v));
+}
+template <class B> DEVICE u32 largest(uint4 v) {
+  return max_words<B>(max_words<B>(v.x, v.y), max_words<B>(v.z, v.w));
+}
 
 // Numbers rounded to logits: two of 16 bits, `a` in the low half; one; a vector of them.
 DEVICE u32 rounded(float a, float b) { return IS_HALF ? cvt_f16x2(a, b) : cvt_bf16x2(a, b); }
 DEVICE Bits bits_of(float x) {
-  return IS_FLOAT32 ? (Bits)__float_as_uint(x) : (Bits)rounded(x, 0.f);
+  return IS_FLOAT32<Bits> ? (Bits)__float_as_uint(x) : (Bits)rounded(x, 0.f);
 }
 DEVICE uint4 vector_of(const Pair (&x)[PAIRS]) {
   u32 words[4];
 #pragma unroll
   for (int k = 0; k < PAIRS; k++) {
-    if constexpr (IS_FLOAT32) {
+    if constexpr (IS_FLOAT32<Bits>) {
       words[2 * k] = __float_as_uint(x[k].even), words[2 * k + 1] = __float_as_uint(x[k].odd);
     } else {
       words[k] = rounded(x[k].even, x[k].odd);
@@ -55,8 +59,8 @@ DEVICE float max_lanes(float x) {
 }
 
 // The maximum of the vectors from `begin` to `end`, which is not before it.
-DEVICE float leaf_max(u32 base, int begin, int end, int lane) {
-  u32 top = LOWEST;
+template <class B> DEVICE float leaf_max(u32 base, int begin, int end, int lane) {
+  u32 top = LOWEST<B>;
 #pragma unroll 1
   for (int v = begin + lane; v - lane < end; v += 32 * VECTORS_AT_ONCE) {
     uint4 r[VECTORS_AT_ONCE];
@@ -65,16 +69,16 @@ DEVICE float leaf_max(u32 base, int begin, int end, int lane) {
       r[k] = ld_shared_v4(base + min(v + 32 * k, end - 1) * 16);
     }
 #pragma unroll
-    for (int k = 0; k < VECTORS_AT_ONCE; k++) top = max_words(top, largest(r[k]));
+    for (int k = 0; k < VECTORS_AT_ONCE; k++) top = max_words<B>(top, largest<B>(r[k]));
   }
-  return max_lanes(larger(top));
+  return max_lanes(larger<B>(top));
 }
 
 // A softcap makes a value of a logit of -inf, too. So it becomes the lowest finite logit, which has
 // the same value, before -inf stands for what is left out; NaN stays.
 DEVICE void lift(u32 base, int begin, int end, int lane) {
   auto lifted = [](u32 v) {
-    if constexpr (IS_FLOAT32) return v == LOWEST ? LOWEST_FINITE : v;
+    if constexpr (IS_FLOAT32<Bits>) return v == LOWEST<Bits> ? LOWEST_FINITE : v;
     return IS_HALF ? max_nan_f16x2(v, LOWEST_FINITE) : max_nan_bf16x2(v, LOWEST_FINITE);
   };
   for (int v = begin + lane; v < end; v += 32) {
@@ -89,7 +93,7 @@ DEVICE void lift(u32 base, int begin, int end, int lane) {
 DEVICE bool are_near(uint4 v, float before) {
   auto size = [](u32 word) { return word & WITHOUT_SIGN; };
   const uint4 sizes = make_uint4(size(v.x), size(v.y), size(v.z), size(v.w));
-  return larger(largest(sizes)) * before < NEAR_0;  // a NaN is NaN there, too
+  return larger<Bits>(largest<Bits>(sizes)) * before < NEAR_0;  // a NaN is NaN there, too
 }
 
 // Call f(vector, its logits, whether all lanes' are near 0) for a lane's part of the vectors from
@@ -119,19 +123,26 @@ struct Place {
   u32 own, teacher;
 };
 
-// The teacher's vector beside a vector of the student's.
-DEVICE uint4 of_teacher(Place at, int v) {
-  return HAS_TEACHER ? ld_shared_v4(at.teacher + v * 16) : uint4();
+// The teacher's logits beside a vector of the student's.
+DEVICE TeacherVector of_teacher(Place at, int v) {
+  TeacherVector t = {};
+  if constexpr (HAS_TEACHER) {
+#pragma unroll
+    for (int k = 0; k < TEACHER_VECTORS; k++) {
+      t.part[k] = ld_shared_v4(at.teacher + (v * TEACHER_VECTORS + k) * 16);
+    }
+  }
+  return t;
 }
 
 // Add a lane's part of the same vectors to its sums. is_plain: no logit is -inf.
 DEVICE void add_vectors(LaneSums& x, Place at, int begin, int end, int lane, const Reading& by,
                         bool is_plain) {
   each_vector(at.own, begin, end, lane, by.before, [&](int v, const uint4& r, bool all_near) {
-    const uint4 t = of_teacher(at, v);
+    const TeacherVector t = of_teacher(at, v);
 #pragma unroll
     for (int k = 0; k < PAIRS; k++) {
-      const Pair own = pair_of(r, k), teacher = pair_of(t, k);
+      const Pair own = pair_of(r, k), teacher = t.pair(k);
       const Logit a = read_logit(own.even, teacher.even, by, all_near);
       const Logit b = read_logit(own.odd, teacher.odd, by, all_near);
       x.even += a.power;
@@ -144,8 +155,11 @@ DEVICE void add_vectors(LaneSums& x, Place at, int begin, int end, int lane, con
 // The node of the vectors from `begin` to `end` of an item, by a warp.
 DEVICE Node leaf(Place at, int begin, int end, int lane, float before, Scales scales) {
   Node x = nothing();
-  x.max = value_of(leaf_max(at.own, begin, end, lane), before);
-  if constexpr (HAS_TEACHER) x.teacher_max = leaf_max(at.teacher, begin, end, lane);
+  x.max = value_of(leaf_max<Bits>(at.own, begin, end, lane), before);
+  if constexpr (HAS_TEACHER) {
+    constexpr int EACH = TEACHER_VECTORS;
+    x.teacher_max = leaf_max<TeacherBits>(at.teacher, EACH * begin, EACH * end, lane);
+  }
   const Reading by = reading_of(x, before, scales);
   LaneSums sums = {};
   add_vectors(sums, at, begin, end, lane, by, true);

@@ -28,9 +28,10 @@ from ..one_read.launch import (
     columns_of_vector,
     cuts_of,
     cuts_of_call,
-    has_teacher,
     memory_of,
     obstacle_to_rows,
+    obstacle_to_teacher,
+    teacher_vectors,
 )
 from ..one_read.params import FLAGS, RANKS, TERMS, VALUES
 from ..passes import Reduced
@@ -202,13 +203,12 @@ def _capability(device: torch.device) -> tuple[int, int]:
 def obstacle_to_loss(request: Request, reduction: FusedReduction, inplace: bool) -> str | None:
     """Return what a call lacks for a forward that writes the gradient. inplace: over the logits."""
     facts, x = request.facts, request.tensors
-    columns = columns_of(request)
+    vectors = Vectors(columns_of_vector(x.logits.dtype), teacher_vectors(x))
     if x.bias is not None:
         return "logits without a bias"
+    in_rows = reduction.rows is not None
     found = (
-        _obstacle_of_kind(
-            facts, reduction.plan, reduction.rows is not None, columns, x.logits.dtype
-        )
+        _obstacle_of_kind(facts, reduction.plan, in_rows, columns_of(request), vectors)
         or _obstacle_to_teacher(request)
         or obstacle_to_logits(request)
     )
@@ -224,18 +224,25 @@ def obstacle_to_loss(request: Request, reduction: FusedReduction, inplace: bool)
 def _obstacle_to_teacher(request: Request) -> str | None:
     """Return what a call with a teacher lacks; None for calls without."""
     facts, x = request.facts, request.tensors
-    teacher = x.teacher
-    if teacher is None:
+    if x.teacher is None:
         return None
-    if teacher.dtype != x.logits.dtype:
-        return f"a teacher of the student's dtype, {x.logits.dtype}, got {teacher.dtype}"
-    found = obstacle_to_rows(teacher, False) if facts.world_size == 1 else None
+    dtype, wanted = x.teacher.dtype, {x.logits.dtype, torch.float32}
+    if dtype not in wanted:
+        return f"a teacher of the student's dtype or float32, {x.logits.dtype}, got {dtype}"
+    found = obstacle_to_teacher(request) if facts.world_size == 1 else None
     return None if found is None else f"a teacher with {found}"
+
+
+class Vectors(NamedTuple):
+    """How logits fill vectors."""
+
+    columns: int  # of the student's
+    of_teacher: int  # beside each of them
 
 
 @functools.lru_cache(maxsize=1024)
 def _obstacle_of_kind(
-    facts: Facts, plan, in_rows: bool, columns: int, dtype: torch.dtype
+    facts: Facts, plan, in_rows: bool, columns: int, vectors: Vectors
 ) -> str | None:
     """`obstacle_to_loss` as far as facts tell it that all ranks share."""
     statistics, n_terms = plan.statistics, len(plan.coefficients)
@@ -251,10 +258,13 @@ def _obstacle_of_kind(
         return f"at most {VALUES} sums of terms and metrics, got {list(statistics)}"
     if facts.scale < 0:
         return f"a positive scale, got {facts.scale}"
-    of_vector = columns_of_vector(dtype)
-    if columns % of_vector:
-        return f"equal shards of a multiple of {of_vector} ids, got {facts.vocab_size} ids on {facts.world_size} ranks"
-    cuts = cuts_of(columns // of_vector // facts.chunks, facts.chunks, has_teacher(facts))
+    if columns % vectors.columns:
+        return (
+            f"equal shards of a multiple of {vectors.columns} ids, got {facts.vocab_size} ids on "
+            f"{facts.world_size} ranks"
+        )
+    chunk = columns // vectors.columns // facts.chunks
+    cuts = cuts_of(chunk, facts.chunks, vectors.of_teacher)
     if cuts.pieces * facts.world_size > PACKETS or facts.world_size > RANKS or cuts.slots < 4:
         return f"a smaller vocabulary, got {facts.vocab_size} ids"
     if facts.world_size > 1 and facts.transport not in ("auto", "symm_mem"):
