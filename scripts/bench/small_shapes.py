@@ -110,7 +110,7 @@ def one_read(labels):
             ([hl.PolicyGradient(), hl.Entropy(0.1)], ("accuracy",), policy),
             ([hl.CrossEntropy(label_smoothing=0.1)], ("accuracy", "entropy"), None),
             ([hl.CrossEntropy(), hl.Distillation()], (), teacher_beside(logits, 1.0)),
-            (OF_TEACHER[0], ("accuracy",), teacher_beside(logits, 2.0)),
+            (OF_TEACHER[0], ("accuracy",), teacher_beside(logits.float(), 2.0)),
         ):
             head = hl.HeadLoss(
                 terms, metrics=metrics, options=hl.Options("triton", gradient="forward")

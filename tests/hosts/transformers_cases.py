@@ -695,7 +695,7 @@ def refusals(group):
         hook = getattr(model.lm_head, f"register_{kind}_hook")(lambda *args: None)
         refused(
             lambda: model(**batch()),
-            "ignores hooks or a forward of its own that it gets later, got 1",
+            "output layer, which it does not call, got 1",
         )
         hook.remove()
     model.config.final_logit_softcapping = 5.0

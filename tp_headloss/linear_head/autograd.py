@@ -24,7 +24,7 @@ from .facts import LinearFacts, recompute_blocks
 
 def _statistics(hidden, weight, request: Request, linear: LinearFacts):
     found = recompute_blocks(linear, request.facts, hidden.shape, hidden.dtype)
-    with sweeps.without_autocast(hidden.device):
+    with torch.autocast(sweeps.autocast_type(hidden.device), enabled=False):
         return sweeps.statistics(*linear.operands(hidden, weight, request), found.forward, linear)
 
 
@@ -61,7 +61,7 @@ def _gradient(
     ]
     wanted = sweeps.Gradients(hidden_dtype, weight_dtype, bias_dtype, main_grad)
     found = recompute_blocks(linear, request.facts, hidden.shape, hidden.dtype)
-    with sweeps.without_autocast(hidden.device):
+    with torch.autocast(sweeps.autocast_type(hidden.device), enabled=False):
         operands = linear.operands(hidden, weight, request)
         hidden_grad, sums = sweeps.gradient(*operands, merged, grads, found, wanted, linear)
     return hidden_grad, *sums.gradients()

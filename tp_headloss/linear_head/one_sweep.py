@@ -55,7 +55,8 @@ def sweep_statistics(
     one_read, is_exact = None, call.facts.logits_dtype != call.facts.dtype
     if in_one_read is not None and not is_exact:  # whose gradients have another dtype
         one_read = OneReadBlocks(in_one_read.in_rows(request.order), upstream.float())
-    with torch.no_grad(), sweeps.without_autocast(call.hidden.device):
+    device_type = sweeps.autocast_type(call.hidden.device)
+    with torch.no_grad(), torch.autocast(device_type, enabled=False):
         plain = request._replace(
             tensors=Tensors._make([None if x is None else x.detach() for x in request.tensors])
         )

@@ -15,7 +15,6 @@ fp32. With epilogues, recompute has no logits: they are accumulators of its GEMM
 gradient is a block.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -31,12 +30,10 @@ from .blocks import DEFAULT_BLOCK, TILE, Blocks, row_stride
 from .facts import LinearFacts
 
 
-def without_autocast(device: torch.device) -> contextlib.AbstractContextManager:
-    """A context whose products are of their operands' dtypes. Some devices, meta among them, have
-    no autocast."""
-    if not torch.amp.is_autocast_available(device.type):
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, enabled=False)
+@functools.cache
+def autocast_type(device: torch.device) -> str:
+    """The type of device that torch.autocast is told. Some have no autocast, meta among them."""
+    return device.type if torch.amp.is_autocast_available(device.type) else "cpu"
 
 
 def multiply(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, add: bool = False) -> None:

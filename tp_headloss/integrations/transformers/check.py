@@ -146,9 +146,9 @@ class InstalledForward(Replacement):
             )
         if new := hooks - known:
             raise ValueError(
-                "an installed head does not call the output layer, and ignores hooks or a forward "
-                f"of its own that it gets later, got {len(new)} of them: .remove() the head, and "
-                "install it after that, or take causal_lm_loss"
+                "an installed head ignores new hooks or another forward of the output layer, which "
+                f"it does not call, got {len(new)} of them: .remove() the head, and install it "
+                "after that, or take causal_lm_loss"
             )
         return run_body(model, given)
 
@@ -183,11 +183,11 @@ def _is_from(hook, *packages: str) -> bool:
 def _expect_no_hooks(layer):
     """Raise ValueError for hooks that the model's own call of its output layer runs, and a fused
     head does not, which reads the layer's weight alone. Those of FSDP and of tensor parallelism
-    have been compared."""
+    have been compared, those of DeepSpeed have an error of their own."""
     others = [
         hook
         for hook in _hooks(layer).values()
-        if not _is_from(hook, "torch.distributed", "transformers")
+        if not _is_from(hook, "torch.distributed", "transformers", "deepspeed")
     ]
     if others:
         names = sorted({getattr(hook, "__qualname__", type(hook).__qualname__) for hook in others})
