@@ -24,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
     for (int i = 0; i < q.slots; i++) {
       mbarrier_init(&s.full[i], 1);
       mbarrier_init(&s.stat[i], SUM);
-      mbarrier_init(&s.ready[i], 1);
+      mbarrier_init(&s.ready[i], 2);  // post and merge
       mbarrier_init(&s.done[i], GRAD);
       mbarrier_init(&s.free[i], 1);
     }

@@ -5,7 +5,7 @@
 //   role   what it does                                                           what it ends
 //   load   claims the next item once a slot is free, and copies the logits in     full
 //   sum    maximum and sum of exponentials of leaves, the label left out          stat
-//   post   joins the nodes, looks for the argmax, sends a packet to every rank
+//   post   joins the nodes, looks for the argmax, sends a packet to every rank    ready, with merge
 //   merge  waits for all packets of the row, joins them, stores statistics        ready
 //   grad   writes gradients over the logits                                       done
 //   store  copies them out                                                        free
@@ -22,12 +22,12 @@
 //       its own leaf, from full to stat; to nobody who writes from stat to ready; to the grad
 //       warps, each in its own columns, from ready to done; to the copy out from done to free.
 //   I5  Nodes. The sum warps write node[slot], logit[slot] and teacher_logit[slot] before stat;
-//       post and merge read them after it.
+//       post and merge read them after it, and before they end ready.
 //   I6  Turns. Phases of stat end in the order of the items. A thread that waits knows a phase by
 //       its parity alone, and so is never two phases behind.
 //   I7  Packets. A packet is whole and needs no fence: each of its 16-byte stores carries the
-//       launch's number. All lanes of post have read what they need of the slot before it leaves,
-//       because the slot may hold another item soon after.
+//       launch's number. It orders no shared memory: that merge has it does not tell that post has
+//       read the slot, which post says by its part of ready.
 //   I8  Halves. Launches of one memory write its halves in turn. A rank that writes a half again
 //       has ended the launch between, so its peers have begun that one, and have ended the launch
 //       whose packets are overwritten.
@@ -250,7 +250,10 @@ DEVICE void post(const Params& q, Program& p) {
     if (n % POST != p.warp - FIRST_POST) continue;
     wait(&s.stat[p.slot], p.phase);  // I3, I5
     const Item item = s.item[p.slot];
-    if (item.row < 0) break;  // I12
+    if (item.row < 0) {
+      if (p.lane == 0) arrive(&s.ready[p.slot]);  // I12
+      break;
+    }
     Node x = join_lanes(s.node[p.slot][p.lane % SUM].kept(), SUM, scales_of(q, item));
     if (WANTS_ARGMAX && !item.ignored()) {
       wait(&s.full[p.slot], p.phase);  // I4: what the copy in wrote
@@ -259,7 +262,6 @@ DEVICE void post(const Params& q, Program& p) {
     Bits logit = 0;
     u32 flags = item.ignored() ? IGNORED : 0;
     if (item.target >= 0) logit = s.logit[p.slot], flags = OWNER;
-    __syncwarp();  // I7
     uint4* to = (uint4*)q.packets[p.lane % RANKS] + p.packet_of(item.row);
     to += q.rank * q.pieces + item.piece;
     Packet packet = packet_of(x, logit, p.tag, flags);
@@ -267,6 +269,8 @@ DEVICE void post(const Params& q, Program& p) {
       st_relaxed_sys_b128(to, packet.first);
       packet.each_store([&](int k, uint4& store) { st_relaxed_sys_b128(to + k * p.all, store); });
     }
+    __syncwarp();  // I5, I7: all lanes have read the slot
+    if (p.lane == 0) arrive(&s.ready[p.slot]);  // I4, I5, I7
   }
 }
 
