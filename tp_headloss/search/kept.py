@@ -62,6 +62,20 @@ class Kept(NamedTuple):
     ids: torch.Tensor
 
 
+class Known(NamedTuple):
+    """What is known of each of n tokens besides its largest logits, [n, 1] or [1, 1].
+
+    Attributes:
+        floor: a key: all logits above -inf with a larger one are among the largest ones.
+        peak: the largest logit of all ranks, fp32; inf where one is NaN.
+        total: for top-p the mass of all ids that min-p keeps; None: the largest ones are all.
+    """
+
+    floor: torch.Tensor
+    peak: torch.Tensor
+    total: torch.Tensor | None
+
+
 def tokens_per_block(shard: VocabShard, device: torch.device) -> int:
     """Tokens of a block, the same on all ranks, however uneven their shards are."""
     elements = BLOCK_ELEMENTS if device.type == "cpu" else GPU_BLOCK_ELEMENTS
@@ -73,7 +87,8 @@ def tiles(request: Request) -> list[slice]:
     """Rows of a request, `TILE_ELEMENTS` logits at a time; an empty tile of none."""
     n_rows, width = request.tensors.logits.shape
     step = max(1, TILE_ELEMENTS // max(1, width))
-    return [slice(first, first + step) for first in range(0, max(1, n_rows), step)]
+    begins = range(0, max(1, n_rows), step)
+    return [slice(first, first + step) for first in begins]
 
 
 def transformed_logits(request: Request, rows: slice | torch.Tensor) -> torch.Tensor:
@@ -96,9 +111,9 @@ def find_kept(request: Request, rule: SamplingRule) -> Iterator[Kept]:
     all-gather each, and one of a few bytes before the first.
     """
     shard = request.shard
-    keys, floor, peak, total = _candidates(request, rule)
+    keys, known = _candidates(request, rule)
     z, ids = decode_keys(keys)
-    kept, whole = _kept_places(z, keys > floor, floor, peak, total, rule, shard)
+    kept, whole = _kept_places(z, keys > known.floor, known, rule, shard)
     every = torch.arange(len(z), device=z.device)
     yield Kept(every, z.where(kept & whole, -torch.inf), ids)
     flat = (~whole[:, 0]).nonzero()[:, 0]
@@ -106,27 +121,28 @@ def find_kept(request: Request, rule: SamplingRule) -> Iterator[Kept]:
         return
     own = torch.tensor([shard.start, request.facts.valid_width], device=z.device)
     bounds = gather_from_ranks(own, shard.group).tolist()
+    no_floor = known.floor.new_full((1, 1), NOTHING)
     for tokens in flat.split(max(1, FLAT_ELEMENTS // shard.vocab_size)):
         gathered = _gathered_logits(request, tokens, bounds)
         z, ids = gathered.sort(dim=1, descending=True, stable=True)
         own_rule = rule.map_tokens(lambda x: x[tokens])  # noqa: B023 (called at once)
-        no_floor = floor.new_full((1, 1), NOTHING)
-        known = z > -torch.inf
-        kept, _ = _kept_places(z, known, no_floor, peak[tokens], None, own_rule, shard)
+        of_all = Known(no_floor, known.peak[tokens], None)
+        kept, _ = _kept_places(z, z > -torch.inf, of_all, own_rule, shard)
         yield Kept(tokens, z.where(kept, -torch.inf), ids)
 
 
-def _kept_places(z, known, floor, peak, total, rule: SamplingRule, shard: VocabShard):
+def _kept_places(z, is_known, known: Known, rule: SamplingRule, shard: VocabShard):
     """bool [n, M], which of the logits z [n, M], descending, the rule keeps, if it keeps nothing
-    but the `known` ones; and bool [n, 1], whether it does. floor, peak, total: as `_candidates`
-    returns them."""
-    whole = (floor == NOTHING) | ~peak.isfinite()
-    kept = known & peak.isfinite()
-    drop = z.double() - peak
-    lowest = _lowest(rule, peak)
+    but those that `is_known` marks; and bool [n, 1], whether it does."""
+    has_peak = known.peak.isfinite()
+    whole = (known.floor == NOTHING) | ~has_peak
+    kept = is_known & has_peak
+    drop = z.double() - known.peak
+    lowest = _lowest(rule, known.peak)
     if lowest is not None:
         kept &= drop >= lowest
-        whole = whole | ~(decode_keys(floor)[0].double() - peak >= lowest)
+        drop_of_floor = decode_keys(known.floor)[0].double() - known.peak
+        whole = whole | ~(drop_of_floor >= lowest)
     size = kept.sum(1, keepdim=True)
     place = torch.arange(z.shape[1], device=z.device)
     if rule.top_k is not None:
@@ -137,16 +153,24 @@ def _kept_places(z, known, floor, peak, total, rule: SamplingRule, shard: VocabS
         mass = torch.where(place < size, masses(drop, _unit(shard)), 0)
         reached = mass.cumsum(1)
         of_known = reached[:, -1:]
-        total = of_known if total is None else torch.where(whole, of_known, total)
+        total = of_known
+        if known.total is not None:
+            total = torch.where(whole, of_known, known.total)
         p = _column(rule.top_p, z, torch.float64)
-        # the mass at which top-p ends
-        target = (p.nan_to_num(0.0) * total.double()).ceil().long()
-        target = torch.where(p >= 1, total, target)
+        target = _target_mass(p, total)
         # what top-p chooses from
         is_everything = True if rule.top_k is None else k >= shard.vocab_size
-        whole = whole | ((of_known >= target) & ~(p >= 1) & is_everything)
-        size = size.minimum((reached - mass < target).sum(1, keepdim=True))
+        is_reached = (of_known >= target) & ~(p >= 1)
+        whole = whole | (is_reached & is_everything)
+        chosen = (reached - mass < target).sum(1, keepdim=True)
+        size = size.minimum(chosen)
     return place < size, whole
+
+
+def _target_mass(p, total):
+    """The mass at which top-p ends, int64, of all that it chooses from."""
+    target = (p.nan_to_num(0.0) * total.double()).ceil().long()
+    return torch.where(p >= 1, total, target)
 
 
 def _gathered_logits(request: Request, rows: torch.Tensor, bounds: list[list[int]]) -> torch.Tensor:
@@ -155,59 +179,78 @@ def _gathered_logits(request: Request, rows: torch.Tensor, bounds: list[list[int
     own = transformed_logits(request, rows)
     widest = max(width for _, width in bounds)
     own = pad(own, (0, widest - own.shape[1]))
-    parts = zip(bounds, gather_from_ranks(own, request.shard.group))
+    gathered = gather_from_ranks(own, request.shard.group)
+    parts = zip(bounds, gathered)
     in_order = sorted(parts, key=lambda part: part[0])
     columns = [part[:, :width] for (_, width), part in in_order]
     return torch.cat(columns, 1).float() + 0.0  # -0.0 is 0.0
 
 
-def _candidates(request: Request, rule: SamplingRule):
-    """Keys [n, M] of the largest logits of all ranks, descending, and, for each token [n, 1]:
+def _candidates(request: Request, rule: SamplingRule) -> tuple[torch.Tensor, Known]:
+    """Keys [n, M] of the largest logits of all ranks, descending, and what is known of the others.
 
-    a key, so that all logits above -inf with a larger one are among them; the peak, fp32, inf where
-    a logit is NaN; and for top-p the mass of all ids that min-p keeps, or None. One all-gather, and
-    before it for such a mass another one.
+    One all-gather; and if top-p needs the mass of all ids, another one before it.
     """
-    shard, backend = request.shard, race_of(request.facts.backend)
-    count = min(shard.vocab_size, max(FEWEST, CANDIDATES // shard.world_size))
+    shard = request.shard
     is_short = isinstance(rule.top_k, int) and rule.top_k < shard.vocab_size
-    if isinstance(rule.top_k, int):
-        count = min(count, rule.top_k)
+    needs_mass = rule.top_p is not None and not is_short
+    count = _count(rule, shard)
     # for logits that equal the least one, or share a group with a larger one
     most = count + count // 2 + SPARE
     peak, bound = _peak_and_bound(request, count, most)
-    with_mass = rule.top_p is not None and not is_short
-    if with_mass:
+    if needs_mass:
         peak = gather_from_ranks(peak, shard.group).amax(0)
-    lowest = _lowest(rule, peak)
-    if lowest is None:
-        lowest = peak.new_full((1, 1), -torch.inf, dtype=torch.float64)
-    lowest = lowest[:, 0].expand_as(peak).contiguous()
-    found = []
-    for at in tiles(request):
-        z = transformed_logits(request, at)
-        masses_of = (peak[at], lowest[at], _unit(shard)) if with_mass else ()
-        found.append(backend.largest_logits(z, bound[at], most, shard.start, *masses_of))
-    keys, size = (torch.cat(part) for part in list(zip(*found))[:2])
-    mass = torch.cat([mass for *_, mass in found]) if with_mass else torch.zeros_like(size)
+    keys, size, mass = _largest(request, rule, bound, most, peak if needs_mass else None)
     # below all keys of the bound; above all keys where any were left out
     floor = ((ordered_bits(bound) << 32) - 1).clamp(min=NOTHING)
     floor = floor.masked_fill(size > most, EVERYTHING)
-    of_token = torch.stack([floor, peak.view(torch.int32).long(), mass], 1)
+
+    peak_bits = peak.view(torch.int32).long()
+    of_token = torch.stack([floor, peak_bits, mass], 1)
     received = gather_from_ranks(torch.cat([of_token, keys], 1), shard.group)
-    floor, peaks, mass = received[:, :, :3].unbind(2)
+    floors, peaks, masses_of_ranks = received[:, :, :3].unbind(2)
     keys = received[:, :, 3:].transpose(0, 1).flatten(1)
     keys = keys.sort(1, descending=True).values
     peak = peaks.int().view(torch.float32).amax(0)
-    total = mass.sum(0)[:, None] if with_mass else None
-    return keys, floor.amax(0)[:, None], peak[:, None], total
+    total = masses_of_ranks.sum(0)[:, None] if needs_mass else None
+    return keys, Known(floors.amax(0)[:, None], peak[:, None], total)
+
+
+def _count(rule: SamplingRule, shard: VocabShard) -> int:
+    """How many of a token's logits each rank sends, at least."""
+    wanted = max(FEWEST, CANDIDATES // shard.world_size)
+    if isinstance(rule.top_k, int):
+        wanted = min(wanted, rule.top_k)
+    return min(shard.vocab_size, wanted)
+
+
+def _largest(request: Request, rule: SamplingRule, bound, most: int, peak):
+    """Keys [n, most] of this rank's logits from `bound` on, their number [n], and the mass [n] of
+    all that min-p keeps below a peak; 0 without a peak."""
+    backend, shard = race_of(request.facts.backend), request.shard
+    found = []
+    if peak is not None:
+        lowest = _lowest(rule, peak)
+        if lowest is None:
+            lowest = peak.new_full((1, 1), -torch.inf, dtype=torch.float64)
+        lowest = lowest[:, 0].expand_as(peak).contiguous()
+    for at in tiles(request):
+        z = transformed_logits(request, at)
+        masses_of = () if peak is None else (peak[at], lowest[at], _unit(shard))
+        found.append(backend.largest_logits(z, bound[at], most, shard.start, *masses_of))
+    keys, sizes, sums = zip(*found)
+    size = torch.cat(sizes)
+    mass = torch.zeros_like(size) if peak is None else torch.cat(sums)
+    return torch.cat(keys), size, mass
 
 
 def _peak_and_bound(request: Request, count: int, most: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The largest logit [n] of this rank, and a bound [n] that at least `count` reach: -inf for at
     most `most`."""
-    width, backend = request.facts.valid_width, race_of(request.facts.backend)
-    groups = min(max(GROUPS, 4 * count), max(1, width))
+    facts = request.facts
+    width, backend = facts.valid_width, race_of(facts.backend)
+    wanted = max(GROUPS, 4 * count)
+    groups = min(wanted, max(1, width))
     # one tile at a time
     of_tiles = (transformed_logits(request, at) for at in tiles(request))
     maxima = torch.cat([backend.group_maxima(z, groups) for z in of_tiles])
@@ -239,8 +282,10 @@ def ids_and_counts(kept: Kept) -> tuple[torch.Tensor, torch.Tensor]:
     a GPU."""
     inside = kept.z > -torch.inf
     row, place = inside.nonzero(as_tuple=True)
-    in_order = ((row << 32) + kept.ids[row, place]).sort().values
-    return (in_order & LOW).int(), inside.sum(1)
+    ids = kept.ids[row, place]
+    in_order = ((row << 32) + ids).sort().values
+    counts = inside.sum(1)
+    return (in_order & LOW).int(), counts
 
 
 def join_tokens(parts) -> tuple[torch.Tensor, torch.Tensor]:
@@ -251,13 +296,12 @@ def join_tokens(parts) -> tuple[torch.Tensor, torch.Tensor]:
     sizes = torch.zeros_like(parts[0][0])
     for tokens, _, counts in parts:
         sizes[tokens] += counts
-    begin, out = (
-        sizes.cumsum(0) - sizes,
-        parts[0][1].new_empty(sum(len(ids) for _, ids, _ in parts)),
-    )
+    begin = sizes.cumsum(0) - sizes
+    out = parts[0][1].new_empty(sum(len(ids) for _, ids, _ in parts))
     for tokens, ids, counts in parts:
-        moved = (begin[tokens] + counts - counts.cumsum(0)).repeat_interleave(
-            counts, output_size=len(ids)
-        )
-        out[moved + torch.arange(len(ids), device=ids.device)] = ids
+        before = counts.cumsum(0) - counts  # in this part
+        moved = begin[tokens] - before
+        moved = moved.repeat_interleave(counts, output_size=len(ids))
+        place = torch.arange(len(ids), device=ids.device)
+        out[moved + place] = ids
     return out, sizes

@@ -19,13 +19,18 @@ def philox4x32(counter: tuple[torch.Tensor, ...], key: tuple[int, int]) -> tuple
         counter: four words in [0, 2^32), int64 tensors of one shape.
         key: two words.
     """
-    (c0, c1, c2, c3), (k0, k1) = counter, key
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
     for _ in range(ROUNDS):
         # int64 wraps around, which leaves the bits of the unsigned products
-        product0, product1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
-        c0, c1 = (product1 >> 32 & WORD) ^ c1 ^ k0, product1 & WORD
-        c2, c3 = (product0 >> 32 & WORD) ^ c3 ^ k1, product0 & WORD
-        k0, k1 = k0 + WEYL[0] & WORD, k1 + WEYL[1] & WORD
+        product0 = c0 * MULTIPLIERS[0]
+        product1 = c2 * MULTIPLIERS[1]
+        high0, low0 = product0 >> 32 & WORD, product0 & WORD
+        high1, low1 = product1 >> 32 & WORD, product1 & WORD
+        c0, c1 = high1 ^ c1 ^ k0, low1
+        c2, c3 = high0 ^ c3 ^ k1, low0
+        k0 = k0 + WEYL[0] & WORD
+        k1 = k1 + WEYL[1] & WORD
     return c0, c1, c2, c3
 
 
@@ -39,18 +44,15 @@ def exponential(seed: int, positions: torch.Tensor, ids: torch.Tensor) -> torch.
         seed: in [0, 2^64).
         positions, ids: int64 [n]; ids in [0, 2^32).
     """
-    key, piece = (
-        (seed & WORD, seed >> 32),
-        CPU_PIECE if ids.device.type == "cpu" else max(1, len(ids)),
-    )
-    parts = [
-        _exponential(key, (position & WORD, position >> 32 & WORD, id_, torch.zeros_like(id_)))
-        for position, id_ in zip(positions.split(piece), ids.split(piece))
-    ]
-    return torch.cat(parts)
+    key = seed & WORD, seed >> 32
+    piece = CPU_PIECE if ids.device.type == "cpu" else max(1, len(ids))
+    pieces = zip(positions.split(piece), ids.split(piece))
+    return torch.cat([_exponential(key, position, id_) for position, id_ in pieces])
 
 
-def _exponential(key, counter) -> torch.Tensor:
+def _exponential(key, position, id_) -> torch.Tensor:
+    counter = position & WORD, position >> 32 & WORD, id_, torch.zeros_like(id_)
     high, low, *_ = philox4x32(counter, key)
-    uniform = (((high << 20) | (low >> 12)).double() + 0.5) * 2.0**-52
+    bits = (high << 20) | (low >> 12)
+    uniform = (bits.double() + 0.5) * 2.0**-52
     return -torch.log(1.0 - uniform)  # the difference is exact: an odd multiple of 2^-53 below 1

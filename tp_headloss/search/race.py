@@ -34,7 +34,8 @@ def best_scores(z, positions, seed: int, start: int, ids=None) -> tuple[torch.Te
         ids: [n, w] int64, or None for the ids from `start` on.
     """
     if ids is None:
-        ids = torch.arange(start, start + z.shape[1], device=z.device).expand_as(z)
+        own = torch.arange(start, start + z.shape[1], device=z.device)
+        ids = own.expand_as(z)
     z = z.float()
     row, column = (z != -torch.inf).nonzero(as_tuple=True)
     variate = exponential(seed, positions[row], ids[row, column])
@@ -45,7 +46,8 @@ def best_scores(z, positions, seed: int, start: int, ids=None) -> tuple[torch.Te
     score = with_column(score, -torch.inf)
     ids = with_column(ids, LAST)
     best = score.amax(1)
-    return best, torch.where(score == best[:, None], ids, LAST).amin(1)
+    winners = torch.where(score == best[:, None], ids, LAST)
+    return best, winners.amin(1)
 
 
 def masses(drop, unit: float) -> torch.Tensor:
@@ -61,8 +63,10 @@ def group_maxima(z, groups: int) -> torch.Tensor:
     inf where one is NaN, -inf for groups without columns.
     """
     z = torch.where(z.isnan(), torch.inf, z.float())
-    rows = max(1, -(-z.shape[1] // groups))
-    z = torch.nn.functional.pad(z, (0, rows * groups - z.shape[1]), value=-torch.inf)
+    width = z.shape[1]
+    rows = max(1, -(-width // groups))
+    missing = rows * groups - width
+    z = torch.nn.functional.pad(z, (0, missing), value=-torch.inf)
     return z.view(len(z), rows, groups).amax(1)
 
 
@@ -78,16 +82,17 @@ def largest_logits(z, bound, most: int, start: int, peak=None, lowest=None, unit
         start: id of the first column.
     """
     z = torch.where(z.isnan(), torch.inf, z.float())
-    found = (z >= bound[:, None]) & (z > -torch.inf)
-    ids = torch.arange(start, start + z.shape[1], device=z.device)
+    width, is_there = z.shape[1], z > -torch.inf
+    found = (z >= bound[:, None]) & is_there
+    ids = torch.arange(start, start + width, device=z.device)
     keys = torch.where(found, keys_of(z, ids), NO_KEY)
-    missing = max(0, most - z.shape[1])
+    missing = max(0, most - width)
     keys = torch.nn.functional.pad(keys, (0, missing), value=NO_KEY)
     keys = keys.topk(most).values
     if peak is None:
         return keys, found.sum(1), None
     assert lowest is not None
     drop = z.double() - peak[:, None]
-    counted = (z > -torch.inf) & (drop >= lowest[:, None])
+    counted = is_there & (drop >= lowest[:, None])
     mass = torch.where(counted, masses(drop, unit), 0)
     return keys, found.sum(1), mass.sum(1)

@@ -151,18 +151,20 @@ def _with_rows(z):
 def _parts(n_rows: int, width: int, block: int) -> tuple[int, int]:
     """Programs of a row, and the columns of each."""
     tiles = ceil_div(width, block)
-    step = ceil_div(tiles, min(tiles, ceil_div(PROGRAMS, n_rows))) * block
+    parts = min(tiles, ceil_div(PROGRAMS, n_rows))
+    step = ceil_div(tiles, parts) * block
     return ceil_div(width, step), step
 
 
 def best_scores(z, positions, seed: int, start: int, ids=None):
     """The largest score and its id per token, see `race.best_scores`."""
     z, (n_rows, width) = _with_rows(z), z.shape
-    positions, ids = positions.contiguous(), ids if ids is None else ids.contiguous()
+    positions = positions.contiguous()
+    ids = ids if ids is None else ids.contiguous()
     if z.numel() == 0:
-        return z.new_full((n_rows,), -torch.inf, dtype=torch.float64), positions.new_full(
-            (n_rows,), LAST.value
-        )
+        nothing = z.new_full((n_rows,), -torch.inf, dtype=torch.float64)
+        nobody = positions.new_full((n_rows,), LAST.value)
+        return nothing, nobody
     parts, step = _parts(n_rows, width, RACE.block)
     best = z.new_empty((parts, n_rows), dtype=torch.float64)
     winner = positions.new_empty((parts, n_rows))
@@ -185,7 +187,8 @@ def best_scores(z, positions, seed: int, start: int, ids=None):
     if parts == 1:
         return best[0], winner[0]
     top = best.amax(0)
-    return top, torch.where(best == top, winner, LAST.value).amin(0)
+    winners = torch.where(best == top, winner, LAST.value)
+    return top, winners.amin(0)
 
 
 def group_maxima(z, groups: int) -> torch.Tensor:
@@ -212,7 +215,8 @@ def largest_logits(z, bound, most: int, start: int, peak=None, lowest=None, unit
     `race.largest_logits`."""
     z, (n_rows, width) = _with_rows(z), z.shape
     keys = bound.new_full((n_rows, most), NO_KEY, dtype=torch.int64)
-    count, mass = (bound.new_zeros(n_rows, dtype=torch.int64) for _ in range(2))
+    count = bound.new_zeros(n_rows, dtype=torch.int64)
+    mass = torch.zeros_like(count)
     if z.numel():
         parts, step = _parts(n_rows, width, LARGEST.block)
         sizes = z.stride(0), width, step, most

@@ -159,7 +159,8 @@ def sample(
         >>> sample(logits, seed=0, positions=positions).ids
         tensor([2, 0, 0])
     """
-    ids, log_probs, full, found, lead = [], [], [], [], torch.Size()
+    ids, log_probs, full, found = [], [], [], []
+    lead = torch.Size()
     for block in _blocks(
         sample, logits, rule, weight, shard, transform, options, seed=seed, positions=positions
     ):
@@ -187,9 +188,8 @@ def sample(
         full.append(stats.log_prob)
         log_probs.append(stats.log_prob if rule is None else stats.set_log_prob)
     sets = None if rule is None else _joined_sets(found, lead)
-    return Sample(
-        torch.cat(ids).view(lead), torch.cat(log_probs).view(lead), torch.cat(full).view(lead), sets
-    )
+    drawn, of_rule, of_all = (torch.cat(parts).view(lead) for parts in (ids, log_probs, full))
+    return Sample(drawn, of_rule, of_all, sets)
 
 
 class _Block(NamedTuple):
@@ -229,12 +229,14 @@ def _blocks(function, logits, rule, weight, shard, transform, options, **draw) -
             lines_within(function)[name].check(name, x, sizes)
         if rule is not None:
             rule.expect_tokens(sizes, shard.vocab_size)
-        parts = token_blocks(states, weight, transform, tokens_per_block(shard, states.device))
+        step = tokens_per_block(shard, states.device)
+        parts = token_blocks(states, weight, transform, step)
         first = next(parts)
         _request(*first[1:], shard, options)
     for here, x, block_transform in chain([first], parts):
         request = _request(x, block_transform, shard, options)
-        positions = draw.get("positions", x.new_empty(0)).reshape(-1)[here].long()
+        positions = draw.get("positions", x.new_empty(0))
+        positions = positions.reshape(-1)[here].long()
         own_rule = rule and rule.map_tokens(lambda values: values.reshape(-1)[here])  # noqa: B023 (called at once)
         yield _Block(x, lead, block_transform, shard, positions, request, own_rule)
 
@@ -250,7 +252,9 @@ def _kept(
     counts [n]."""
     assert block.rule is not None
     race = race_of(block.request.facts.backend).best_scores
-    drawn, parts = torch.full((len(block.logits),), -1, device=block.logits.device), []
+    logits = block.logits
+    drawn = torch.full((len(logits),), -1, device=logits.device)
+    parts = []
     for kept in find_kept(block.request, block.rule):
         parts.append((kept.tokens, *ids_and_counts(kept)))
         if seed is not None:
@@ -269,15 +273,16 @@ def _draw(block: _Block, seed: int) -> torch.Tensor:
         for rows in tiles(request)
     ]
     best, ids = map(torch.cat, zip(*drawn))  # of this rank
-    scores, ids = gather_from_ranks(
-        torch.stack([best.view(torch.int64), ids]), block.shard.group
-    ).unbind(1)
+    own = torch.stack([best.view(torch.int64), ids])
+    scores, ids = gather_from_ranks(own, block.shard.group).unbind(1)
     scores = scores.view(torch.float64)
     best = scores.amax(0)
-    return torch.where(best.isfinite(), torch.where(scores == best, ids, LAST).amin(0), -1)
+    winner = torch.where(scores == best, ids, LAST).amin(0)
+    return torch.where(best.isfinite(), winner, -1)
 
 
 def _joined_sets(found, lead) -> IdSets:
     """The sets of blocks of tokens, each ids [all] and counts [n], as those of tokens [*lead]."""
     ids, counts = zip(*found)
-    return ragged(torch.cat(ids), spans_of(torch.cat(counts)).view(*lead, 2))
+    spans = spans_of(torch.cat(counts))
+    return ragged(torch.cat(ids), spans.view(*lead, 2))

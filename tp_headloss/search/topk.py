@@ -149,8 +149,10 @@ def topk_log_probs(
     if top_p is not None:
         # never the first, before which there is exactly 0
         cut = _sums_before(log_probs.double().exp()) >= top_p
-        ids, log_probs = ids.masked_fill(cut, -1), log_probs.masked_fill(cut, -torch.inf)
-    return TopK(*map(order.unflatten, (ids.to(ids_dtype), log_probs.to(dtype), lse)))
+        ids = ids.masked_fill(cut, -1)
+        log_probs = log_probs.masked_fill(cut, -torch.inf)
+    found = ids.to(ids_dtype), log_probs.to(dtype), lse
+    return TopK(*map(order.unflatten, found))
 
 
 def local_operands(
@@ -188,27 +190,27 @@ def token_blocks(
     """
     temperature, lead = transform.temperature, states.shape[:-1]
     if isinstance(temperature, torch.Tensor):
-        TensorLine("real numbers").check(
-            "temperature", temperature, {"..": (tuple(lead), "logits")}
-        )
+        sizes = {"..": (tuple(lead), "logits")}
+        TensorLine("real numbers").check("temperature", temperature, sizes)
     states = states.detach().reshape(math.prod(lead), states.shape[-1])
     for first in range(0, max(1, len(states)), step):
         here = slice(first, first + step)
         if isinstance(temperature, torch.Tensor):
             transform = replace(transform, temperature=temperature.reshape(-1)[here])
-        yield (
-            here,
-            states[here] if weight is None else torch.nn.functional.linear(states[here], weight),
-            transform,
-        )
+        logits = states[here]
+        if weight is not None:
+            logits = torch.nn.functional.linear(logits, weight)
+        yield here, logits, transform
 
 
 def _sums_before(x: torch.Tensor) -> torch.Tensor:
     """Sums [n, K] of the columns before each one, by doubling steps: torch has no deterministic
     cumsum of floats."""
-    sums, step = torch.nn.functional.pad(x, (1, 0))[:, :-1], 1
+    sums = torch.nn.functional.pad(x, (1, 0))[:, :-1]
+    step = 1
     while step < x.shape[1]:
-        sums = sums + torch.nn.functional.pad(sums, (step, 0))[:, :-step]
+        earlier = torch.nn.functional.pad(sums, (step, 0))[:, :-step]
+        sums = sums + earlier
         step *= 2
     return sums
 
@@ -225,21 +227,23 @@ def _merge_ranks(packets, keys, request) -> tuple[torch.Tensor, torch.Tensor]:
     keys = keys.reshape(shard.world_size, n_rows, k, 2).view(torch.int64)
     keys = keys.transpose(0, 1).reshape(n_rows, shard.world_size * k)
     shift, sums = eager.merged_sums(packets, request.layout)
-    return eager.finish(shift, sums, request, torch.float32)[1][0], keys
+    _merged, values, *_flags = eager.finish(shift, sums, request, torch.float32)
+    return values[0], keys
 
 
 def _local_top(logits, k, shard, transform, options):
     """Return the request, this rank's packets [chunks, 2, N] and its keys [N, k]."""
-    request = build_request(
-        Given(logits.detach(), shard=shard, transform=transform, options=options)
-    )
-    return request, Transport().write(request).float(), _local_keys(request, k)
+    given = Given(logits.detach(), shard=shard, transform=transform, options=options)
+    request = build_request(given)
+    packets = Transport().write(request).float()
+    return request, packets, _local_keys(request, k)
 
 
 def _local_top_from_hidden(hidden, weight, k, shard, transform, options):
     """Return what `_local_top` returns for hidden states [.., H] and weight [width, H], a block of
     tokens at a time."""
-    step, parts = max(1, BLOCK_ELEMENTS // max(1, weight.shape[0])), []
+    step = max(1, BLOCK_ELEMENTS // max(1, weight.shape[0]))
+    parts = []
     for _, logits, block_transform in token_blocks(hidden, weight, transform, step):
         request, *part = _local_top(logits, k, shard, block_transform, options)
         parts.append(part)
@@ -260,7 +264,7 @@ def _local_keys(request, k):
     step, local = max(1, BLOCK_ELEMENTS // width), min(k, width)
     for first in range(0, n_rows, step):
         block = slice(first, first + step)
-        keys[block, :local] = (
-            keys_of(transformed_logits(request, block).float(), ids).topk(local).values
-        )
+        z = transformed_logits(request, block).float()
+        largest = keys_of(z, ids).topk(local)
+        keys[block, :local] = largest.values
     return keys
