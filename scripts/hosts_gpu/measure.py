@@ -192,10 +192,10 @@ def curve(run: Run, train: Train) -> dict:
 
 
 def again(run: Run, train: Train, found: dict) -> dict:
-    """A curve's times once more. found: those of its head, of which the mean of all turns counts."""
+    """A curve's times once more. found: those of its head, of which the mean of both turns counts."""
     turn = curve(run, train)
     turns = {
-        name: [*found.get("turns", {}).get(name, [found[name]]), turn[name]]
+        name: [found[name], turn[name]]
         for name in ("step_ms", "head_ms", "tokens_per_s")
         if name in found
     }

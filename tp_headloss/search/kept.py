@@ -63,7 +63,7 @@ class Kept(NamedTuple):
 
 
 class Known(NamedTuple):
-    """What is known of each of n tokens besides its largest logits, [n, 1] or [1, 1].
+    """Facts of n tokens besides their largest logits, [n, 1] or [1, 1].
 
     Attributes:
         floor: a key: all logits above -inf with a larger one are among the largest ones.
@@ -284,8 +284,7 @@ def ids_and_counts(kept: Kept) -> tuple[torch.Tensor, torch.Tensor]:
     row, place = inside.nonzero(as_tuple=True)
     ids = kept.ids[row, place]
     in_order = ((row << 32) + ids).sort().values
-    counts = inside.sum(1)
-    return (in_order & LOW).int(), counts
+    return (in_order & LOW).int(), inside.sum(1)
 
 
 def join_tokens(parts) -> tuple[torch.Tensor, torch.Tensor]:

@@ -103,8 +103,8 @@ def obstacle_to_rows(logits: torch.Tensor, inplace: bool, columns: int | None = 
     is_aligned = logits.data_ptr() % VECTOR == 0 and (n_rows < 2 or stride % aligned == 0)
     if (step != 1 and width > 1) or not is_aligned:
         return (
-            f"rows that begin at multiples of {VECTOR} bytes, as those of a multiple of {aligned} columns "
-            f"do, got strides {list(logits.stride())}"
+            f"rows that begin at multiples of {VECTOR} bytes, as those of a multiple of {aligned} "
+            f"columns do, got strides {list(logits.stride())}"
         )
     if inplace and (width % columns or not logits.is_contiguous()):
         return f"contiguous logits of a multiple of {columns} columns for inplace=True, got {width}"

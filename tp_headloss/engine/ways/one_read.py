@@ -1,6 +1,7 @@
 """A loss whose forward writes the gradient, in one launch that reads each logit once: 4 bytes of
 memory traffic for a logit of 2 bytes, where a forward and a backward of their own move 6 (for one
-of 4 bytes 8 and 12); with a teacher's logits beside it 6 and 10. The kernel is `one_read/one_read.cu`.
+of 4 bytes 8 and 12); with a teacher's logits beside it 6 and 10. The kernel is
+`one_read/one_read.cu`.
 
 On several ranks the exchange is inside of that launch: ranks write packets to each other's
 symmetric memory and wait for them there, so a rank that does not come is noticed on the device. Its
