@@ -65,6 +65,8 @@ GROUPS = {
         ("engine/ways/one_read.py", "_obstacle_of_kind", "facts.scale < 0", "False"),
         ("engine/ways/way.py", "Case.needs_gradient", "torch.is_grad_enabled()", "True"),
         ("engine/sums_triton.py", "gradient_for_kernel", "given == 1.0", "given == given"),
+        ("engine/one_read/roles.cuh", "post", "__syncwarp();", ";"),
+        ("engine/one_read/roles.cuh", "grad", "fence_proxy_async();", ";"),
     ],
     "test_one_read_source": [
         ("engine/one_read/node.cuh", "value_and_slope", "logit == -INF ? -INF : copysignf", "copysignf"),

@@ -11,8 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from one_read_model import Rank, run, take_turns
+from one_read_model import Rank, run
 from one_read_problem import N, moved
+from one_read_ring import Ring
 
 import tp_headloss as hl
 from tp_headloss.engine.one_read import kernel as one_read_kernel
@@ -24,11 +25,13 @@ from tp_headloss.engine.ways import one_read
 from tp_headloss.ranks.shard import canonical_chunk_size
 from tp_headloss.statistics import layout_of
 
+SOURCE = Path(one_read_launch.__file__).parent / "roles.cuh"
+
 
 @functools.cache
 def kernel_numbers():
     """The kernel's named integers."""
-    source = (Path(one_read_launch.__file__).parent / "numbers.cuh").read_text()
+    source = SOURCE.with_name("numbers.cuh").read_text()
     return {name: int(x) for name, x in re.findall(r"(\w+) = (\d+)[,;]", source)}
 
 
@@ -205,21 +208,74 @@ def test_slots_that_hold_no_whole_row_wait_for_each_other():
     assert math.isnan(rank.results[4, 0, 0])
 
 
-@pytest.mark.parametrize("slots", range(4, one_read_launch.SLOTS + 1))
-def test_warps_that_take_turns_take_no_barrier_for_another(slots):
-    numbers = kernel_numbers()
+SLOTS = range(4, one_read_launch.SLOTS + 1)
+STEP = re.compile(
+    r"(?P<call>wait|arrive)\(&s\.(?P<barrier>\w+)"
+    r"|mbarrier_(?P<expects>arrive)_expect_tx\(&s\.(?P<its>\w+)"
+    r"|(?P<sync>__syncwarp)\(\); +// I[I\d, ]+: (?P<why>.*)"
+    r"|(?P<fence>fence_proxy)_async\(\)"
+    r"|cp_async_bulk_(?P<copy>wait)_read\(\)"
+)
+
+
+@functools.cache
+def steps_of_roles():
+    """What each role does at barriers, in the words of the model and as `roles.cuh` has it."""
+    _, *parts = re.split(r"^// -- (.*?) -+$", SOURCE.read_text(), flags=re.M)
+    steps = []
+    for role, text in zip(parts[::2], parts[1::2]):
+        for found in STEP.finditer(text):
+            barrier, why = found["barrier"] or found["its"], found["why"]
+            call = found["call"] or found["expects"]
+            step = f"{call} {barrier}" if barrier else f"syncwarp, {why}" if why else None
+            step = step or ("fence" if found["fence"] else "wait for the copy")
+            steps.append(f"{role}: {step}")
+    return sorted(set(steps))
+
+
+# The sum warps have waited for the copy before they end stat.
+NEEDLESS = ["post: wait full"]
+
+
+def ring(seed, slots, without=None):
+    """A launch of one program that has run."""
+    order, numbers = random.Random(seed), kernel_numbers()
     turns = {
-        "teams": numbers["TEAMS"],
+        "sum": numbers["TEAMS"],
         "post": numbers["POST"],
         "merge": numbers["MERGE"],
-        "n_items": 40,
+        "grad": 1,
     }
-    for i in range(20):
-        take_turns(random.Random(i), slots, **turns)
-    if slots % numbers["TEAMS"]:  # or else each slot is one team's
-        with pytest.raises(AssertionError, match=r"I[357] of"):
-            for i in range(20):
-                take_turns(random.Random(i), slots, **turns, waits_for_the_team_before=False)
+    n_items = order.choice([0, 1, 3, 12])
+    ignored = [n for n in range(n_items) if order.random() < 0.2]
+    found = Ring(order, slots, n_items, turns, ignored, seed % 3 > 0, without)
+    found.run()
+    return found
+
+
+@pytest.mark.parametrize("slots", SLOTS)
+def test_barriers_order_what_the_roles_read_and_write(slots):
+    steps = set().union(*(ring(seed, slots).steps for seed in range(30)))
+    assert sorted(steps) == steps_of_roles()
+
+
+@pytest.mark.parametrize("step", [step for step in steps_of_roles() if step not in NEEDLESS])
+def test_no_step_of_a_role_can_be_left_out(step):
+    with pytest.raises(AssertionError, match=r"nothing orders|I[36] of|wait for each|than it"):
+        for seed in range(60):
+            ring(seed, 5 if seed % 2 else 4, step)
+
+
+@pytest.mark.parametrize("slots", SLOTS)
+def test_teams_wait_for_each_other_where_a_slot_is_both_teams_in_turn(slots):
+    seeds = range(200)
+    if slots % kernel_numbers()["TEAMS"]:
+        with pytest.raises(AssertionError, match="I6 of"):
+            for seed in seeds:
+                ring(seed, slots, "sum: wait stat")
+    else:
+        for seed in seeds:
+            ring(seed, slots, "sum: wait stat")
 
 
 def test_a_rank_that_does_not_come_ends_its_peers_with_nan():

@@ -218,8 +218,8 @@ DEVICE void sum(const Params& q, Program& p) {
     ends += item.row < 0;
     __syncwarp();  // I4: all lanes have read their columns
     if (p.lane == 0) {
-      s.node[p.slot][w].keep(x);
-      wait(&s.stat[(p.slot ? p.slot : q.slots) - 1], p.slot ? p.phase : p.phase ^ 1);  // I6
+      if (item.row >= 0) s.node[p.slot][w].keep(x);  // nobody reads an end's
+      if (n) wait(&s.stat[(p.slot ? p.slot : q.slots) - 1], p.slot ? p.phase : p.phase ^ 1);  // I6
       arrive(&s.stat[p.slot]);  // I4, I5, I6
     }
   }
@@ -364,6 +364,7 @@ DEVICE void merge(const Params& q, Program& p) {
     const Given inputs = spread(given);
     Row row = {};
     if constexpr (HAS_ROWS) row = row_of(q, solve(x, logit, scales), inputs);
+    __syncwarp();  // I3, I5: all lanes have read the slot
     if (p.lane == 0) {
       const int owners = owners_of(own, ignore);
       const AllFactors f = factors_of(q, item.row, x, label, scales, owners, over_divisor, row);
@@ -421,7 +422,6 @@ DEVICE void write_gradient(const Params& q, const Program& p, const Item& item, 
   for (int c = max(item.valid, COLUMNS * begin) + p.lane; c < COLUMNS * end; c += 32) {
     columns[c] = 0;
   }
-  __syncwarp();  // I4
   const bool has_label = item.target >= COLUMNS * begin && item.target < COLUMNS * end;
   if (p.lane == 0 && has_label) columns[item.target] = bits_of(f.own.label);
 }
@@ -448,15 +448,13 @@ DEVICE void grad(const Params& q, Program& p) {
       if (p.lane == 0) arrive(&s.done[p.slot]);  // I12
       break;
     }
-    if (!is_written) {
-      if (p.lane == 0) arrive(&s.done[p.slot]);  // I4
-      continue;
+    if (is_written) {
+      const int begin = item.vectors * w / GRAD, end = item.vectors * (w + 1) / GRAD;
+      write_gradient(q, p, item, begin, end);
+      if (item.piece == q.pieces - 1) write_padding(q, item.row, w * 32 + p.lane);
     }
-    const int begin = item.vectors * w / GRAD, end = item.vectors * (w + 1) / GRAD;
-    write_gradient(q, p, item, begin, end);
-    if (item.piece == q.pieces - 1) write_padding(q, item.row, w * 32 + p.lane);
-    fence_proxy_async();                     // I10
-    __syncwarp();                            // I10: of all lanes
+    fence_proxy_async();  // I4, I10: of what the sum warps wrote, too, for the next copy in
+    __syncwarp();         // I3, I10: of all lanes
     if (p.lane == 0) arrive(&s.done[p.slot]);  // I4, I10
   }
 }
