@@ -311,3 +311,26 @@ def test_rows_that_are_computed_of_other_tensors_are_no_entries_of_a_file(how):
         assert f"the rows of ['{name}'] of a " in words and are_equal
     ((words, are_equal),) = on_ranks(1, computed_rows, how)
     assert not words and are_equal  # all rows are here
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
+@pytest.mark.parametrize("method", ["statistics", "logits"])
+@pytest.mark.parametrize("how", COMPUTED)
+def test_methods_beside_forward_read_no_rows_of_the_last_forward(how, method):
+    """After a step, they are those of now, or refused where hooks compute them."""
+    head = modules_of(None, "cpu", 1)["head"]
+    hidden, labels = torch.randn(3, H), torch.tensor([0, 1, V - 1])
+    COMPUTED[how][0](head)
+    head(hidden, labels).loss.backward()
+    with torch.no_grad():
+        for p in head.parameters():
+            p += 1.0
+    if how.startswith("parametri"):
+        found = getattr(head, method)(hidden)
+        want = head(hidden)
+        if method == "statistics":
+            found, want = found.lse, head(hidden, labels).stats.lse
+        assert torch.equal(found, want)
+    else:
+        with pytest.raises(ValueError, match=f"{method} runs no hooks, and hooks compute"):
+            getattr(head, method)(hidden)

@@ -197,7 +197,7 @@ class VocabParallelHead(VocabRows):
                 raise ValueError(
                     f"without labels there are logits only, got {sorted(kwargs) or 'a head_loss'}"
                 )
-            return self.logits(hidden)
+            return self._logits(hidden)
         head_loss = self.head_loss if head_loss is None else head_loss
         Instance(HeadLoss).check("head_loss", head_loss, {})
         transform = self._transform_at(kwargs.get("transform"))
@@ -222,6 +222,7 @@ class VocabParallelHead(VocabRows):
 
         Keywords are those of `linear_vocab_statistics`.
         """
+        self.expect_no_rows_of_hooks("statistics")
         linear = replace(self.linear, mode="recompute", upstream=None)
         transform = self._transform_at(kwargs.get("transform"))
         kwargs = {"linear": linear, "options": options, **kwargs, "transform": transform}
@@ -252,6 +253,10 @@ class VocabParallelHead(VocabRows):
         Columns of padding are 0. The logits are not transformed: pass them to a HeadLoss with
         ``shard=head.shard, transform=head.transform``.
         """
+        self.expect_no_rows_of_hooks("logits")
+        return self._logits(hidden)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         how = self.linear.hidden_grad
         hidden, weight, bias, shard = local_head(hidden, self.weight, self.bias, self.shard, how)
         # rows of padding may hold anything, and 0 times NaN is NaN

@@ -109,6 +109,20 @@ class VocabRows(nn.Module):
             if p is not None and self.shard.world_size > 1:
                 p.sharded_over = self.shard.group_name  # type: ignore[attr-defined]
 
+    def expect_no_rows_of_hooks(self, method: str):
+        """Raise ValueError in a method beside forward, before which no hook runs, if hooks compute
+        the rows: they would be those of the last forward."""
+        computed = [
+            name for name in ("weight", "bias") if isinstance(vars(self).get(name), torch.Tensor)
+        ]
+        if computed:
+            raise ValueError(
+                f"{method} runs no hooks, and hooks compute {computed} of this "
+                f"{type(self).__name__} before each forward, so that it would read the last "
+                "forward's: call the module itself, or use torch.nn.utils.parametrizations, which "
+                "compute at each read"
+            )
+
     @torch.no_grad()
     def reset_parameters(self):
         """Draw the weight again, and set the bias to 0.
