@@ -431,7 +431,7 @@ GROUPS = {
         ("modules/vocab_rows.py", "_own_rows", "rows not in whole and (is_dtensor(given) or rows != shard.width)", "False"),
         ("modules/vocab_rows.py", "VocabRows.reset_parameters", 'f"{self.init.seed} {first}"', 'f"{self.init.seed}"'),
         ("modules/layers.py", "VocabParallelEmbedding.forward", "part.masked_fill(unknown.unsqueeze(-1), torch.nan)", "part"),
-        ("modules/layers.py", "VocabParallelHead.logits", "F.linear(hidden, weight, bias)", "F.linear(hidden, weight)"),
+        ("modules/layers.py", "VocabParallelHead._logits", "F.linear(hidden, weight, bias)", "F.linear(hidden, weight)"),
         ("modules/vocab_rows.py", "_cut", "given[shard.start : min(shard.stop, shard.vocab_size)]", "given[: shard.width]"),
         ("modules/layers.py", "multi_token_targets", "min(depth, length)", "min(1, length)"),
         ("modules/layers.py", "multi_token_targets", "within & (document_ids == document_ids.roll(-shift, -1))", "document_ids == document_ids.roll(-shift, -1)"),
