@@ -267,7 +267,7 @@ GROUPS = {
         ("search/race_triton.py", "largest_kernel", "tl.atomic_add(count_ptr + row, size.to(tl.int64))", "0"),
         ("search/race_triton.py", "_with_rows", "z.contiguous()", "z"),
         ("search/keys.py", "keys_of", "LOW - ids", "ids"),
-        ("search/keys.py", "ordered_bits", "bits ^ ((bits >> 31) & 0x7FFFFFFF)", "bits"),
+        ("search/keys.py", "ordered_bits", "_turned(bits)", "bits"),
         ("search/sampling.py", "_draw", "torch.where(scores == best, ids, LAST)", "ids"),
         ("search/philox.py", "_exponential", "(high << 20) | (low >> 12)", "(high << 20)"),
         ("arguments/id_sets.py", "IdSets.from_csr", "(begin >= offsets.cummax(0).values[:-1])", "(begin == begin)"),

@@ -122,7 +122,8 @@ def find_kept(request: Request, rule: SamplingRule) -> Iterator[Kept]:
     own = torch.tensor([shard.start, request.facts.valid_width], device=z.device)
     bounds = gather_from_ranks(own, shard.group).tolist()
     no_floor = known.floor.new_full((1, 1), NOTHING)
-    for tokens in flat.split(max(1, FLAT_ELEMENTS // shard.vocab_size)):
+    at_once = max(1, FLAT_ELEMENTS // shard.vocab_size)
+    for tokens in flat.split(at_once):
         gathered = _gathered_logits(request, tokens, bounds)
         z, ids = gathered.sort(dim=1, descending=True, stable=True)
         own_rule = rule.map_tokens(lambda x: x[tokens])  # noqa: B023 (called at once)
@@ -169,7 +170,8 @@ def _kept_places(z, is_known, known: Known, rule: SamplingRule, shard: VocabShar
 
 def _target_mass(p, total):
     """The mass at which top-p ends, int64, of all that it chooses from."""
-    target = (p.nan_to_num(0.0) * total.double()).ceil().long()
+    part = p.nan_to_num(0.0) * total.double()
+    target = part.ceil().long()
     return torch.where(p >= 1, total, target)
 
 
@@ -207,7 +209,8 @@ def _candidates(request: Request, rule: SamplingRule) -> tuple[torch.Tensor, Kno
 
     peak_bits = peak.view(torch.int32).long()
     of_token = torch.stack([floor, peak_bits, mass], 1)
-    received = gather_from_ranks(torch.cat([of_token, keys], 1), shard.group)
+    sent = torch.cat([of_token, keys], 1)
+    received = gather_from_ranks(sent, shard.group)
     floors, peaks, masses_of_ranks = received[:, :, :3].unbind(2)
     keys = received[:, :, 3:].transpose(0, 1).flatten(1)
     keys = keys.sort(1, descending=True).values
@@ -247,15 +250,16 @@ def _largest(request: Request, rule: SamplingRule, bound, most: int, peak):
 def _peak_and_bound(request: Request, count: int, most: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The largest logit [n] of this rank, and a bound [n] that at least `count` reach: -inf for at
     most `most`."""
-    facts = request.facts
-    width, backend = facts.valid_width, race_of(facts.backend)
+    width = request.facts.valid_width
+    backend = race_of(request.facts.backend)
     wanted = max(GROUPS, 4 * count)
     groups = min(wanted, max(1, width))
     # one tile at a time
     of_tiles = (transformed_logits(request, at) for at in tiles(request))
     maxima = torch.cat([backend.group_maxima(z, groups) for z in of_tiles])
     if width <= most:
-        return maxima.amax(1), maxima.new_full(maxima.shape[:1], -torch.inf)
+        no_bound = maxima.new_full(maxima.shape[:1], -torch.inf)
+        return maxima.amax(1), no_bound
     largest = maxima.topk(count, sorted=False).values
     return largest.amax(1), largest.amin(1)
 
@@ -269,12 +273,16 @@ def _column(value, z, dtype):
 
 def _lowest(rule: SamplingRule, z):
     """The least z - peak that min-p keeps, float64 [1, 1] or [n, 1], or None."""
-    return None if rule.min_p is None else _column(rule.min_p, z, torch.float64).log()
+    if rule.min_p is None:
+        return None
+    least = _column(rule.min_p, z, torch.float64)
+    return least.log()
 
 
 def _unit(shard: VocabShard) -> float:
     """The mass of the likeliest id; the sum over the vocabulary stays below 2^62."""
-    return 2.0 ** (62 - shard.vocab_size.bit_length())
+    bits = shard.vocab_size.bit_length()
+    return 2.0 ** (62 - bits)
 
 
 def ids_and_counts(kept: Kept) -> tuple[torch.Tensor, torch.Tensor]:
@@ -283,7 +291,8 @@ def ids_and_counts(kept: Kept) -> tuple[torch.Tensor, torch.Tensor]:
     inside = kept.z > -torch.inf
     row, place = inside.nonzero(as_tuple=True)
     ids = kept.ids[row, place]
-    in_order = ((row << 32) + ids).sort().values
+    keys = (row << 32) + ids
+    in_order = keys.sort().values
     return (in_order & LOW).int(), inside.sum(1)
 
 
@@ -296,7 +305,8 @@ def join_tokens(parts) -> tuple[torch.Tensor, torch.Tensor]:
     for tokens, _, counts in parts:
         sizes[tokens] += counts
     begin = sizes.cumsum(0) - sizes
-    out = parts[0][1].new_empty(sum(len(ids) for _, ids, _ in parts))
+    n_ids = sum(len(ids) for _, ids, _ in parts)
+    out = parts[0][1].new_empty(n_ids)
     for tokens, ids, counts in parts:
         before = counts.cumsum(0) - counts  # in this part
         moved = begin[tokens] - before

@@ -19,7 +19,8 @@ def race_of(backend: str):
 def with_column(x: torch.Tensor, value) -> torch.Tensor:
     """x [n, w] with a last column of the value. (torch's pad takes it through a float, which not
     all int64 fit.)"""
-    return torch.cat([x, x.new_full((len(x), 1), value)], 1)
+    column = x.new_full((len(x), 1), value)
+    return torch.cat([x, column], 1)
 
 
 def best_scores(z, positions, seed: int, start: int, ids=None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -38,7 +39,8 @@ def best_scores(z, positions, seed: int, start: int, ids=None) -> tuple[torch.Te
         ids = own.expand_as(z)
     z = z.float()
     row, column = (z != -torch.inf).nonzero(as_tuple=True)
-    variate = exponential(seed, positions[row], ids[row, column])
+    position = positions[row]
+    variate = exponential(seed, position, ids[row, column])
     score = torch.full_like(z, -torch.inf, dtype=torch.float64)
     found = z[row, column].double() - variate.log()
     score[row, column] = found.nan_to_num(torch.inf, torch.inf)
@@ -82,7 +84,8 @@ def largest_logits(z, bound, most: int, start: int, peak=None, lowest=None, unit
         start: id of the first column.
     """
     z = torch.where(z.isnan(), torch.inf, z.float())
-    width, is_there = z.shape[1], z > -torch.inf
+    width = z.shape[1]
+    is_there = z > -torch.inf
     found = (z >= bound[:, None]) & is_there
     ids = torch.arange(start, start + width, device=z.device)
     keys = torch.where(found, keys_of(z, ids), NO_KEY)
