@@ -351,6 +351,38 @@ def test_a_statistic_about_the_label_is_wanted_with_labels_alone():
         pass
 
 
+def test_a_statistic_about_the_label_is_refused_in_calls_without_labels():
+    with (
+        registered(Largest()),
+        pytest.raises(ValueError, match="largest is that of a label, got no labels"),
+    ):
+        hl.vocab_statistics(torch.zeros(2, 3), want=("largest",))
+
+
+def test_a_family_without_relative_rows_may_name_its_merged_sums_otherwise():
+    class Top(Family):
+        statistics, packet, merged, adds_up = ("largest",), ("tilemax",), ("top",), False
+
+        def local(self, tile, softmax, rows):
+            return {"tilemax": tile.z.amax(-1)}
+
+        def merge(self, rows, merging):
+            return {"tileshift": rows["tilemax"].amax(0)}
+
+        def finish(self, sums, joined):
+            return {"largest": sums["tileshift"]}, {"top": sums["tileshift"]}
+
+        def direct(self, dz, tile, merged, grads):
+            if "largest" not in grads:
+                return dz
+            return dz + grads["largest"] * (tile.z == merged["top"])
+
+    logits = torch.randn(4, 9).double()
+    with registered(Top()):
+        stats = hl.vocab_statistics(logits, torch.arange(4), want=("largest",))
+    assert torch.equal(stats.largest.double(), logits.amax(-1).float().double())
+
+
 def test_a_statistic_about_the_label_may_raise_without_labels():
     class Margin(Largest):
         wanted = Family.wanted

@@ -21,6 +21,7 @@ from ..statistics import (
     TOPK_TEACHER,
     known_statistics,
     layout_of,
+    names_about_labels,
     names_without_sums,
 )
 from ..statistics.at_ids import known_ids
@@ -206,8 +207,8 @@ def _validate_want(given: Given):
     for name in ("argmax", "rank"):
         if name in given.want and vocab_size > 1 << 24:
             raise ValueError(f"{name} needs a vocabulary of at most 2^24 ids, got {vocab_size}")
-    if "rank" in given.want and given.labels is None:
-        raise ValueError("rank is that of a label, got no labels")
+    if given.labels is None and (names := names_about_labels(tuple(given.want))):
+        raise ValueError(f"{names[0]} is that of a label, got no labels")
 
 
 def _validate_transport(given: Given, backend: str):

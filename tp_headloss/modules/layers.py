@@ -324,7 +324,7 @@ def multi_token_targets(
             in all rows.
         weight: weight of all depths together, relative to the main head.
         ignore_index: label of positions that have no token d positions later, or have another
-            document there.
+            document there or on the way there.
         cu_seqlens: starts and end of the documents among the flattened labels, as variable-length
             attention takes them. Bounds out of order are a ValueError on CPUs; on GPUs, where
             nothing waits for them, weights are NaN.

@@ -77,6 +77,18 @@ def names_without_sums(want: tuple[str, ...]) -> list[str]:
     ]
 
 
+def names_about_labels(want: tuple[str, ...]) -> list[str]:
+    """The names among `want` that calls with labels alone report."""
+    with_labels, without = layout_of(True, want).call, layout_of(False, want).call
+    return [
+        name
+        for family in FAMILIES
+        if family.wanted(with_labels) and not family.wanted(without)
+        for name in family.statistics
+        if name in want
+    ]
+
+
 def families_with(family: Family) -> tuple[Family, ...]:
     """The families and a new one. Registered ones are ordered by name, so that all ranks have one
     order of rows."""

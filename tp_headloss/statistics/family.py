@@ -178,7 +178,8 @@ class Family:
     ) -> dict[str, torch.Tensor]:
         """Rows relative to a maximum that is larger by -drop; factor = exp(drop). By default no row
         is relative."""
-        return {name: rows[name] for name in self.packet}
+        # sums of a `merge` of the family's own may have other names
+        return {name: rows[name] for name in self.packet if name in rows}
 
     def merge(self, rows: dict, merging: Merging) -> dict[str, torch.Tensor]:
         """Rows [packets, N] -> sums [N]."""

@@ -8,13 +8,16 @@
 
 import torch
 
-from .family import Family, Joined, Softmax, Tile, row_sum
+from .family import Family, Joined, Softmax, Tile, Wanted, row_sum
 
 
 class RankFamily(Family):
     statistics = ("rank",)
     packet = ("ahead",)
     needs_label_logits = True
+
+    def wanted(self, call: Wanted) -> bool:
+        return call.has_labels and super().wanted(call)
 
     def local(self, tile: Tile, softmax: Softmax, rows) -> dict[str, torch.Tensor]:
         z, column = tile.z, torch.arange(tile.z.shape[1], device=tile.z.device)
