@@ -54,7 +54,8 @@ def documents(folder: str | None, megabytes: float) -> list[str]:
     if len(texts) < 20 and left <= 0:
         said = f"the first {len(texts)} text files of {root} have {megabytes:g} MB already"
         raise SystemExit(
-            f"{said}; at least 20 files are needed: a larger --corpus-mb, or smaller files (--corpus DIR)"
+            f"{said}; at least 20 files are needed: a larger --corpus-mb, or smaller files "
+            "(--corpus DIR)"
         )
     if len(texts) < 20:
         raise SystemExit(
@@ -68,17 +69,16 @@ def prepare(cache: Path, folder: str | None, megabytes: float, vocab_size: int) 
     their folder."""
     if vocab_size < SMALLEST:
         raise SystemExit(
-            f"--vocab must be at least {SMALLEST}, all bytes and the end of a text, got {vocab_size}"
+            f"--vocab must be at least {SMALLEST}, all bytes and the end of a text, got "
+            f"{vocab_size}"
         )
     texts = documents(folder, megabytes)
     key = hashlib.sha256(json.dumps([vocab_size, texts]).encode()).hexdigest()[:16]
     final = cache / key
     if final.exists():
         return final
-    print(
-        f"data: training a tokenizer on {len(texts)} documents, {sum(map(len, texts)) / 1e6:.1f} MB",
-        flush=True,
-    )
+    size = sum(map(len, texts)) / 1e6
+    print(f"data: training a tokenizer on {len(texts)} documents, {size:.1f} MB", flush=True)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -89,10 +89,9 @@ def prepare(cache: Path, folder: str | None, megabytes: float, vocab_size: int) 
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    if tokenizer.get_vocab_size() != vocab_size:
-        raise SystemExit(
-            f"this text gives only {tokenizer.get_vocab_size()} of {vocab_size} tokens: lower --vocab"
-        )
+    found = tokenizer.get_vocab_size()
+    if found != vocab_size:
+        raise SystemExit(f"this text gives only {found} of {vocab_size} tokens: lower --vocab")
     part = cache / f"{key}.{os.getpid()}.part"
     part.mkdir(parents=True, exist_ok=True)  # of a killed process that had the same id
     ids = [

@@ -1,10 +1,13 @@
-"""What the exchange of a cross-entropy costs at 8 to 512 ranks of one vocabulary: the model of docs/scale.md.
+"""What the exchange of a cross-entropy costs at 8 to 512 ranks of one vocabulary: the model of
+docs/scale.md.
 
     python scripts/bench/scale.py                      # the table of docs/scale.md
-    python scripts/bench/scale.py --tokens 2048 --slow-link 100 3   # other constants: GB/s and microseconds of a step
+    # other constants: GB/s and microseconds of a step
+    python scripts/bench/scale.py --tokens 2048 --slow-link 100 3
 
-Volumes are exact (a test counts them in simulated groups), times are the model's: a collective takes a number of steps,
-each with the latency of its slowest link, and moves its bytes at that link's rate. No GPU is used.
+Volumes are exact (a test counts them in simulated groups), times are the model's: a collective
+takes a number of steps, each with the latency of its slowest link, and moves its bytes at that
+link's rate. No GPU is used.
 """
 
 import argparse

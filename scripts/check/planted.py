@@ -385,8 +385,8 @@ GROUPS = {
     ],
     "test_linear test_main_grad test_linear_costs test_linear_refusals test_linear_compile": [
         ("linear_head/autograd.py", "OneSweep.backward", "ctx.upstream.to(upstream.dtype)", "ctx.upstream"),
-        ("head_loss/remembered.py", "kind_of_call", "None if denominator is None else getattr(denominator, 'requires_grad', False)", "getattr(denominator, 'requires_grad', False)"),
-        ("head_loss/remembered.py", "kind_of_call", "None if denominator is None else getattr(denominator, 'requires_grad', False)", "None if denominator is None else False"),
+        ("head_loss/remembered.py", "kind_of_call", "denominator is None", "False"),
+        ("head_loss/remembered.py", "kind_of_call", "getattr(denominator, 'requires_grad', False)", "False"),
         ("linear_head/sweeps.py", "WeightSums.add", "not first or self.wanted.main_grad is not None", "not first"),
         ("linear_head/sweeps.py", "WeightSums.add", "self.bias[ids] += gradient.sum(0, dtype=self.bias.dtype)", "self.bias[ids] = gradient.sum(0, dtype=self.bias.dtype)"),
         ("linear_head/sweeps.py", "WeightSums.__init__", "wanted.weight if blocks == 1 else accumulation_dtype(wanted.weight)", "wanted.weight"),

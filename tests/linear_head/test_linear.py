@@ -237,7 +237,8 @@ def test_one_sweep_equals_recompute(name, terms, inputs, reduction):
         for mode in ("recompute", "one_sweep"):
             operands = [x.clone().requires_grad_() for x in (hidden.view(2, -1, H), weight)]
             out[mode] = head.linear(
-                *operands, labels.view(2, -1), inputs=given, token_weight=weights.view(2, -1), denominator=denominator,
+                *operands, labels.view(2, -1), inputs=given, token_weight=weights.view(2, -1),
+                denominator=denominator,
                 linear=hl.Linear(mode=mode, budget=16 * 256 * 4),
             )  # fmt: skip
             grads[mode] = torch.autograd.grad(out[mode].loss, operands)

@@ -22,6 +22,7 @@ from .definition import HeadLossDefinition
 from .linear_ways import LinearWay
 
 MOST_KINDS = 256  # batches of any size are a kind each
+DENOMINATORS = type(None), int, float, torch.Tensor  # a class of its own may do anything
 
 
 def kind_of_call(
@@ -35,8 +36,7 @@ def kind_of_call(
         return None
     if not isinstance(shard, VocabShard | None):
         return None
-    trained = None if denominator is None else getattr(denominator, "requires_grad", False)
-    if isinstance(denominator, torch.Tensor) and type(denominator) is not torch.Tensor:
+    if type(denominator) not in DENOMINATORS:
         return None
     if options is not None and _checks_read_values(options, denominator, inputs):
         return None
@@ -47,7 +47,8 @@ def kind_of_call(
     of_shard = None if shard is None else (shard.facts, shard.stop)
     of_logits = logits.shape, logits.dtype, logits.stride(), logits.device
     of_labels = labels.dtype, labels.shape, labels.device
-    return *of_logits, *of_labels, of_inputs, of_transform, trained, of_shard
+    of_denominator = denominator is None, getattr(denominator, "requires_grad", False)
+    return *of_logits, *of_labels, of_inputs, of_transform, *of_denominator, of_shard
 
 
 def _checks_read_values(options: Options, denominator, inputs) -> bool:
