@@ -23,10 +23,10 @@ fi
 bash scripts/hosts.sh  # mostly waits for downloads
 [ -z "$collected" ] || wait "$collected" || true  # what cannot be collected fails below
 
-# A worker has its own ranks and fixtures, so that whole files go to one of them; six for two cores, because
+# A worker has its own ranks and fixtures, so that whole files go to one of them; four for two cores, because
 # ranks wait for each other and for timeouts.
 # On GPUs one test after the other: they share the devices' memory and NCCL.
-workers=6
+workers=4
 if $python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then workers=0; fi
 failed=
 $python -m pytest -n $workers --dist loadfile --no-loadscope-reorder tests "$@" || failed=" pytest"
