@@ -13,13 +13,14 @@ from functools import partial
 from types import MethodType, SimpleNamespace
 
 import torch
+from pages import ROOT, blocks
 
 import tp_headloss
-from tp_headloss import Sequences, VocabShard
+from tp_headloss import HeadLoss, Sequences, Term, VocabShard
 
 if importlib.util.find_spec("verl"):
     from verl.trainer.ppo import core_algos
-    from verl.workers.config import ActorConfig
+    from verl.workers.config import ActorConfig, PolicyLossConfig
 else:
     core_algos = None
     from trl import GRPOTrainer
@@ -116,9 +117,47 @@ def compared(group, preset, theirs):
     return found
 
 
+def recipe_of_page(group, name):
+    """Largest relative errors of loss and gradient of a recipe of the documentation."""
+    scope = {}
+    for block in blocks(ROOT / "docs/guides/recipes.md"):
+        exec(compile(block.code, "recipes.md", "exec"), scope)
+    term = Term(name, scope[name], inputs=("advantages", "old_log_prob"), pointwise=True)
+    policy_loss = PolicyLossConfig(loss_mode=name, dro_beta=0.05)
+    given = {"use_dynamic_bsz": True, "rollout_n": 1, "policy_loss": policy_loss}
+    config = ActorConfig(strategy="fsdp", clip_ratio=0.2, clip_ratio_c=20.0, **given)
+    shard = VocabShard.from_group(group, V)
+    columns = slice(shard.start, shard.stop)
+    found = {"loss": 0.0, "gradient": 0.0}
+    for seed in range(5):
+        x, labels, advantages, *_ = batch(seed)
+        mask, at = labels != -100, labels.clamp(min=0)[..., None]
+        sure = 8 * torch.rand(B, S, 1, generator=torch.Generator().manual_seed(seed)).double()
+        full = x.scatter_add(-1, at, sure).requires_grad_()
+        log_prob = full.log_softmax(-1).gather(-1, at)[..., 0]
+        old = log_prob.detach().roll(1, 0).clamp(max=-1e-3)
+        given = old, log_prob, advantages.expand(B, S), mask.double()
+        loss, metrics = core_algos.get_policy_loss_fn(name)(*given, config=config)
+        assert name == "dro" or 0 < metrics["actor/pg_clipfrac"] < 1
+        (gradient,) = torch.autograd.grad(loss, full)
+        part = full.detach()[..., columns].requires_grad_()
+        inputs = {"advantages": advantages, "old_log_prob": old}
+        out = HeadLoss([term])(part, labels, shard=shard, inputs=inputs)
+        out.backward()
+        found["loss"] = max(found["loss"], abs(float(out) - float(loss)) / abs(float(loss)))
+        error = (part.grad - gradient[..., columns]).norm() / gradient.norm()
+        found["gradient"] = max(found["gradient"], float(error))
+    return found
+
+
 HOST = trls if core_algos is None else verls
 CASES = {
     f"preset {preset}": partial(compared, preset=preset, theirs=HOST)
     for preset, (_, _, trl) in PRESETS.items()
     if HOST is verls or trl is not None
 }
+if HOST is verls:
+    CASES |= {
+        f"recipe {name}": partial(recipe_of_page, name=name)
+        for name in ("dppo_tv", "dppo_kl", "dro")
+    }

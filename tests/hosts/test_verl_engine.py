@@ -23,6 +23,7 @@ KINDS += [
 KINDS += [f"grpo, responses{layout}" for layout in ("", *(f", {x}" for x in LAYOUTS))]
 SAME = [f"{kind}, {head}" for kind in KINDS for head in ("logits", "fused")]
 OTHERS = ["half precision", "padded vocabulary", "external_lib", "refusals", "documented"]
+RECIPES = ["recipe dppo_tv", "recipe dppo_kl", "recipe dro"]
 PRESETS = [f"preset {name}" for name in ("PPO", "GRPO", "DAPO", "DrGRPO", "GSPO", "CISPO")]
 
 
@@ -30,7 +31,7 @@ result = functools.partial(cases.result, HOST, "verl_cases.py")
 
 
 def test_every_case_is_looked_at():
-    assert set(cases.results(HOST, "verl_cases.py")) == {*SAME, *OTHERS, *PRESETS}
+    assert set(cases.results(HOST, "verl_cases.py")) == {*SAME, *OTHERS, *PRESETS, *RECIPES}
 
 
 @pytest.mark.parametrize("name", SAME)
@@ -69,6 +70,13 @@ def test_what_cannot_work_is_refused_and_what_was_installed_goes_away():
 def test_the_block_of_the_documentation_runs():
     found = result("documented")
     assert found["calls"] == 2 and found["entropy"] > 0
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_of_the_documentation_has_verls_loss_and_gradient(recipe):
+    """On two shards of the vocabulary."""
+    found = result(recipe)
+    assert max(found["loss"], found["gradient"]) < 1e-6, found
 
 
 @pytest.mark.parametrize("preset", PRESETS)

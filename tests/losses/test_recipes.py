@@ -1,0 +1,143 @@
+"""The recipes of docs/guides/recipes.md against their formulas in float64 PyTorch."""
+
+import functools
+
+import pytest
+import torch
+from pages import ROOT, blocks
+
+import tp_headloss as hl
+from tp_headloss.engine.one_read.rows import row_function
+
+PAGE = ROOT / "docs/guides/recipes.md"
+B, S, V = 4, 8, 100
+
+
+@functools.cache
+def recipes():
+    """The names that the page's blocks define."""
+    scope = {"__name__": "recipes"}
+    for block in blocks(PAGE):
+        exec(compile(block.code, str(PAGE), "exec"), scope)
+    return scope
+
+
+class Batch:
+    def __init__(self):
+        self.logits = torch.randn(B, S, V, dtype=torch.float64, requires_grad=True)
+        self.tokens = torch.randint(V, (B, S))
+        self.labels = self.tokens.masked_fill(torch.rand(B, S) < 0.2, -100)
+        self.is_valid = self.labels != -100
+        log_p = self.logits.log_softmax(-1)
+        self.log_p = log_p.gather(-1, self.labels.clamp(min=0)[..., None])[..., 0]
+        self.advantages = torch.randn(B, S, dtype=torch.float64)
+        moved = torch.where(torch.rand(B, S) < 0.5, 0.01, 4.0).double() * torch.randn(B, S)
+        self.old = (self.log_p.detach() + moved).clamp(max=-1e-3)
+
+    def mean(self, x):
+        return torch.where(self.is_valid, x, 0.0).sum() / self.is_valid.sum()
+
+
+def expect_equal(batch, found, expected):
+    """Losses and gradients of the logits are equal."""
+    assert expected.abs() > 1e-3
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0)
+    mine, want = (
+        torch.autograd.grad(x, batch.logits, retain_graph=True)[0] for x in (found, expected)
+    )
+    torch.testing.assert_close(mine, want, rtol=1e-5, atol=1e-9)
+
+
+def tv_is_too_far(now, old, advantages):
+    return torch.where(advantages > 0, now.exp() - old.exp() > 0.2, now.exp() - old.exp() < -0.2)
+
+
+def kl_is_too_far(now, old, advantages):
+    p, q = old.exp(), now.exp()
+    kl = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+    return (kl > 0.2) & torch.where(advantages > 0, q > p, q < p)
+
+
+def dppo(is_too_far, batch):
+    now = batch.log_p.detach()
+    ratio = (now - batch.old).exp().clamp(max=20.0)
+    stays = ~is_too_far(now, batch.old, batch.advantages)
+    assert 0 < stays[batch.is_valid].sum() < batch.is_valid.sum()
+    return batch.mean(-batch.advantages * ratio * batch.log_p * stays)
+
+
+def dro(batch):
+    return batch.mean(0.025 * (batch.log_p - batch.old) ** 2 - batch.advantages * batch.log_p)
+
+
+POLICIES = {
+    "dppo_tv": functools.partial(dppo, tv_is_too_far),
+    "dppo_kl": functools.partial(dppo, kl_is_too_far),
+    "dro": dro,
+}
+
+
+def term_of(name):
+    inputs = () if name == "dft" else ("advantages", "old_log_prob")
+    return hl.Term(name, recipes()[name], inputs=inputs, pointwise=True)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_policies(name):
+    batch = Batch()
+    inputs = {"advantages": batch.advantages, "old_log_prob": batch.old}
+    out = hl.HeadLoss([term_of(name)])(batch.logits, batch.labels, inputs=inputs)
+    expect_equal(batch, out.loss, POLICIES[name](batch))
+
+
+def test_dynamic_fine_tuning():
+    batch = Batch()
+    out = recipes()["dynamic"](batch.logits, batch.labels)
+    expect_equal(batch, out.loss, batch.mean(-batch.log_p.detach().exp() * batch.log_p))
+
+
+@pytest.mark.parametrize("name", ["dft", *POLICIES])
+def test_what_is_pointwise_becomes_a_part_of_one_launch(name):
+    row_function((term_of(name),), V)  # raises otherwise
+
+
+@pytest.mark.parametrize("blocks_of_time", [1, 2])
+def test_masked_and_block_diffusion(blocks_of_time):
+    batch = Batch()
+    time = torch.rand(B, blocks_of_time).double().clamp(min=0.1)
+    time = time.repeat_interleave(S // blocks_of_time, 1) if blocks_of_time > 1 else time
+    is_masked = torch.rand(B, S) < time
+    log_p = batch.logits.log_softmax(-1).gather(-1, batch.tokens[..., None])[..., 0]
+    expected = (-log_p * is_masked / time).sum() / (B * S)
+    out = recipes()["masked_diffusion"](batch.logits, batch.tokens, is_masked, time)
+    expect_equal(batch, out.loss, expected)
+
+
+def test_dpo_with_a_likelihood():
+    batch = Batch()
+    sums = torch.where(batch.is_valid, batch.log_p, 0.0).sum(1)
+    means = (sums / batch.is_valid.sum(1))[:2]
+    references = torch.tensor([-40.0, -35.0]).double(), torch.tensor([-41.0, -39.0]).double()
+    h = 0.1 * (sums[:2] - sums[2:] - references[0] + references[1])
+    expected = (torch.log1p((-h).exp()) - 0.7 * means).mean()
+    stats = hl.vocab_statistics(batch.logits, batch.labels)
+    sequences = hl.Sequences.from_mask(batch.is_valid)
+    found = recipes()["rpo"](stats.log_prob, sequences, references, alpha=0.7)
+    expect_equal(batch, found.mean(), expected)
+
+
+def test_the_acceptance_of_drafts():
+    batch, teacher = Batch(), torch.randn(B, S, V, dtype=torch.float64)
+    shared = torch.minimum(batch.logits.softmax(-1), teacher.softmax(-1)).sum(-1)
+    out = recipes()["draft"](batch.logits, batch.labels, inputs={"teacher": hl.Teacher(teacher)})
+    expect_equal(batch, out.loss, batch.mean(-shared.log()))
+
+
+def test_a_teacher_of_another_tokenizer():
+    batch = Batch()
+    ids = torch.randint(V, (B, S, 3))
+    theirs = torch.rand(B, S, 3).double().log()
+    own = batch.logits.log_softmax(-1).gather(-1, ids)
+    expected = (theirs.exp() * (theirs - own)).sum(-1)
+    found = recipes()["at_aligned_ids"](batch.logits, ids, theirs)
+    expect_equal(batch, found.mean(), expected.mean())
