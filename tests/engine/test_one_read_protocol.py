@@ -211,11 +211,24 @@ def test_slots_that_hold_no_whole_row_wait_for_each_other():
 SLOTS = range(4, one_read_launch.SLOTS + 1)
 STEP = re.compile(
     r"(?P<call>wait|arrive)\(&s\.(?P<barrier>\w+)"
-    r"|mbarrier_(?P<expects>arrive)_expect_tx\(&s\.(?P<its>\w+)"
-    r"|(?P<sync>__syncwarp)\(\); +// I[I\d, ]+: (?P<why>.*)"
-    r"|(?P<fence>fence_proxy)_async\(\)"
-    r"|cp_async_bulk_(?P<copy>wait)_read\(\)"
+    r"|mbarrier_arrive_expect_tx\(&s\.(?P<expecting>\w+)"
+    r"|__syncwarp\(\); +// I[I\d, ]+: (?P<why>.*)"
+    r"|(?P<fence>fence_proxy_async\(\))"
+    r"|(?P<copy>cp_async_bulk_wait_read\(\))"
 )
+
+
+def step_of(found):
+    """A match of `STEP` in the words of the model."""
+    if found["why"]:
+        return f"syncwarp, {found['why']}"
+    if found["fence"]:
+        return "fence"
+    if found["copy"]:
+        return "wait for the copy"
+    if found["expecting"]:
+        return f"arrive {found['expecting']}"
+    return f"{found['call']} {found['barrier']}"
 
 
 @functools.cache
@@ -224,12 +237,7 @@ def steps_of_roles():
     _, *parts = re.split(r"^// -- (.*?) -+$", SOURCE.read_text(), flags=re.M)
     steps = []
     for role, text in zip(parts[::2], parts[1::2]):
-        for found in STEP.finditer(text):
-            barrier, why = found["barrier"] or found["its"], found["why"]
-            call = found["call"] or found["expects"]
-            step = f"{call} {barrier}" if barrier else f"syncwarp, {why}" if why else None
-            step = step or ("fence" if found["fence"] else "wait for the copy")
-            steps.append(f"{role}: {step}")
+        steps += [f"{role}: {step_of(found)}" for found in STEP.finditer(text)]
     return sorted(set(steps))
 
 

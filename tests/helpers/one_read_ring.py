@@ -80,7 +80,7 @@ class Ring:
                         self.begin(Thread(role, (me, w), lane), getattr(self, role), me, w)
 
     def begin(self, thread, role, *others):
-        self.clocks[thread] = Clock({thread: 1}, {thread: 1})
+        self.clocks[thread] = Clock({thread: 1})
         self.tasks[thread] = role(thread, *others)
 
     def run(self):

@@ -27,6 +27,14 @@ def blocks(page: Path) -> list[Block]:
     return [Block(*(part or "" for part in found)) for found in BLOCK.findall(page.read_text())]
 
 
+def names_of(page: Path) -> dict:
+    """What all blocks of a page define, run in one scope."""
+    scope: dict = {}
+    for block in blocks(page):
+        exec(compile(block.code, str(page), "exec"), scope)
+    return scope
+
+
 def marked_block(kind: str, mark: str) -> str:
     """The Python of the one block of all pages under the comment <!-- KIND: MARK -->."""
     (code,) = [

@@ -13,7 +13,7 @@ from functools import partial
 from types import MethodType, SimpleNamespace
 
 import torch
-from pages import ROOT, blocks
+from pages import ROOT, names_of
 
 import tp_headloss
 from tp_headloss import HeadLoss, Sequences, Term, VocabShard
@@ -88,6 +88,14 @@ def trls(preset, log_prob, mask, advantages, old, reference):
     return MethodType(GRPOTrainer._compute_loss, trainer)(None, inputs)
 
 
+def add_errors(found, out, loss, part, gradient):
+    """Keep the largest relative errors of loss and gradient of this rank's columns."""
+    error = abs(float(out) - float(loss)) / abs(float(loss))
+    found["loss"] = max(found["loss"], error)
+    error = (part.grad - gradient).norm() / gradient.norm()
+    found["gradient"] = max(found["gradient"], float(error))
+
+
 def compared(group, preset, theirs):
     """Largest relative errors of loss and gradient over some batches; "mutant": that of the loss
     without these settings, the least."""
@@ -110,19 +118,15 @@ def compared(group, preset, theirs):
         out = ours(part, labels, shard=shard, inputs=inputs)
         out.backward()
         other = mutant(part.detach(), labels, shard=shard, inputs=inputs)
-        found["loss"] = max(found["loss"], abs(float(out) - float(loss)) / abs(float(loss)))
-        error = (part.grad - gradient[..., columns]).norm() / gradient.norm()
-        found["gradient"] = max(found["gradient"], float(error))
+        add_errors(found, out, loss, part, gradient[..., columns])
         found["mutant"] = min(found["mutant"], abs(float(other) - float(loss)) / abs(float(loss)))
     return found
 
 
 def recipe_of_page(group, name):
     """Largest relative errors of loss and gradient of a recipe of the documentation."""
-    scope = {}
-    for block in blocks(ROOT / "docs/guides/recipes.md"):
-        exec(compile(block.code, "recipes.md", "exec"), scope)
-    term = Term(name, scope[name], inputs=("advantages", "old_log_prob"), pointwise=True)
+    function = names_of(ROOT / "docs/guides/recipes.md")[name]
+    term = Term(name, function, inputs=("advantages", "old_log_prob"), pointwise=True)
     policy_loss = PolicyLossConfig(loss_mode=name, dro_beta=0.05)
     given = {"use_dynamic_bsz": True, "rollout_n": 1, "policy_loss": policy_loss}
     config = ActorConfig(strategy="fsdp", clip_ratio=0.2, clip_ratio_c=20.0, **given)
@@ -144,9 +148,7 @@ def recipe_of_page(group, name):
         inputs = {"advantages": advantages, "old_log_prob": old}
         out = HeadLoss([term])(part, labels, shard=shard, inputs=inputs)
         out.backward()
-        found["loss"] = max(found["loss"], abs(float(out) - float(loss)) / abs(float(loss)))
-        error = (part.grad - gradient[..., columns]).norm() / gradient.norm()
-        found["gradient"] = max(found["gradient"], float(error))
+        add_errors(found, out, loss, part, gradient[..., columns])
     return found
 
 

@@ -4,22 +4,17 @@ import functools
 
 import pytest
 import torch
-from pages import ROOT, blocks
+from pages import ROOT, names_of
 
 import tp_headloss as hl
 from tp_headloss.engine.one_read.rows import row_function
 
-PAGE = ROOT / "docs/guides/recipes.md"
 B, S, V = 4, 8, 100
 
 
 @functools.cache
 def recipes():
-    """The names that the page's blocks define."""
-    scope = {"__name__": "recipes"}
-    for block in blocks(PAGE):
-        exec(compile(block.code, str(PAGE), "exec"), scope)
-    return scope
+    return names_of(ROOT / "docs/guides/recipes.md")
 
 
 class Batch:
