@@ -44,7 +44,7 @@ GROUPS = {
         ("engine/one_read/kernel.py", "expect_few", "NUMBERS.sub(\"\", rows)", "rows"),
         ("engine/one_read/rows.py", "_plain_torch", "torch.autograd.graph.saved_tensors_hooks(_same, _same)", "contextlib.nullcontext()"),
         ("engine/one_read/rows.py", "row_function", "not term.pointwise", "False"),
-        ("engine/one_read/rows.py", "row_function", "weight * value", "value"),
+        ("engine/one_read/rows.py", "_values_and_slopes", "weight * value", "value"),
         ("engine/one_read/rows.py", "_source", "results[n_terms:]", "results[:n_terms]"),
     ],
     "test_late_gradient": [

@@ -1,6 +1,7 @@
 """What the backward of one read adds to its forward: the gradient where that was not foreseen, and
 what is foreseen."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -145,8 +146,7 @@ def transforms(device):
 
 @pytest.mark.parametrize("scale", [1.0, 2.0])
 def test_calls_of_one_kind_have_their_own_temperatures(scale, device, monkeypatch):
-    at_once = lambda device, launch, *arguments: launch(*arguments)  # noqa: E731
-    monkeypatch.setattr(one_read_launch, "launch_in_turn", at_once)
+    monkeypatch.setattr(one_read_launch, "turns_on", lambda device: contextlib.nullcontext())
     kind = SimpleNamespace(late={}, slopes=None)
     for transform in transforms(device):
         transform = dataclasses.replace(transform or hl.Transform(), scale=scale)
@@ -154,8 +154,7 @@ def test_calls_of_one_kind_have_their_own_temperatures(scale, device, monkeypatc
             device, *LOSSES["cross-entropy"], transform=transform
         )
         gradient = torch.full_like(request.tensors.logits, 7.0)
-        launched = SimpleNamespace(kind=kind, forecast=record(device))
-        late = one_read_launch.late_gradient(launched, request, reduction, gradient)
+        late = one_read_launch.late_gradient(kind, record(device), request, reduction, gradient)
         pair = torch.stack([inverse, inverse.new_tensor(math.nan)])
         saved = merged, None, reduction.weight, pair, *values
         assert late.complete(gradient, torch.tensor(0.5, device=device), request.tensors, saved)

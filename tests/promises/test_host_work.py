@@ -14,6 +14,7 @@ from ranks import on_ranks
 import tp_headloss
 from tp_headloss import CrossEntropy, HeadLoss, Linear, Options, VocabShard
 from tp_headloss.engine import launch, sums_triton, triton
+from tp_headloss.engine.one_read.kernel import Kernel
 
 PACKAGE = str(Path(tp_headloss.__file__).parent)
 # the torch backend's own arithmetic is no work of the host
@@ -76,3 +77,35 @@ def test_a_repeated_call_runs_few_functions(kind, backend, world_size):
         (forward[world_size - 1], backward), on_ranks(world_size, third_call, kind, backend)[0]
     ):
         assert 0 < len(ran) <= limit, "\n".join(ran)
+
+
+FRAMES = 6  # of the package, from a repeated call to any of its launches
+
+
+def frames():
+    """Functions of the package that wait for this one, the outermost first."""
+    found, frame = [], sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(PACKAGE):
+            found.insert(0, frame.f_code.co_name)
+        frame = frame.f_back
+    return found
+
+
+@pytest.mark.parametrize("gradient", ["backward", pytest.param("forward", marks=pytest.mark.cuda)])
+def test_few_functions_stand_between_a_call_and_its_launch(gradient, device, monkeypatch):
+    logits = torch.randn(64, 4096, device=device, dtype=torch.bfloat16, requires_grad=True)
+    labels = torch.zeros(64, dtype=torch.int64, device=device)
+    head = HeadLoss(options=Options(backend="triton", gradient=gradient))
+    for _ in range(2):
+        head(logits, labels).loss.backward()
+    found = []
+    note = lambda *_: found.append(frames())  # noqa: E731
+    for module in (launch, triton, sums_triton):
+        monkeypatch.setattr(module, "launch", note)
+    monkeypatch.setattr(launch.PreparedLaunch, "__call__", note)
+    monkeypatch.setattr(Kernel, "launch", note)
+    head(logits, labels)
+    assert found
+    for names in found:
+        assert len(names) <= FRAMES, names

@@ -9,7 +9,7 @@ import functools
 import logging
 import re
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -25,6 +25,7 @@ KERNELS = 256  # that a process keeps
 NUMBERS = re.compile(r"-?0x[\da-f.]+p[-+]\d+f")  # of a row function
 SAYS_SO = 4  # how many kernels of row functions that differ in numbers alone
 CUDA_SUCCESS, MOST_DYNAMIC_SHARED_MEMORY = 0, 8
+CALLS = "cuModuleLoadData", "cuModuleGetFunction", "cuFuncSetAttribute", "cuLaunchKernel"
 
 
 class Memory:
@@ -70,10 +71,6 @@ class Memory:
             )
 
 
-_last_stream: dict[int, torch.cuda.Stream] = {}
-_turn = threading.Lock()  # of the threads that launch
-
-
 def stream_after(last: torch.cuda.Stream | None, device: torch.device) -> torch.cuda.Stream:
     """Return the device's current stream, after letting it wait for the last one if that is
     another."""
@@ -89,12 +86,44 @@ def stream_after(last: torch.cuda.Stream | None, device: torch.device) -> torch.
     return current
 
 
-def launch_in_turn(device: torch.device, launch: Callable, *arguments):
-    """Launch what uses a `Memory` after what was launched before, whatever the streams, groups and
-    threads."""
-    with _turn:
-        _last_stream[device.index] = stream_after(_last_stream.get(device.index), device)
-        launch(*arguments)
+class Turns:
+    """On one device, launches that use a `Memory` come one after the other, whatever their streams,
+    groups and threads: each takes all multiprocessors, and waits there for other ranks.
+
+    A context, in which the launch is made.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device, self.lock = device, threading.Lock()
+        self.stream: torch.cuda.Stream | None = None  # of the last launch
+
+    def __enter__(self):
+        self.lock.acquire()
+        try:
+            self.stream = stream_after(self.stream, self.device)
+        except BaseException:
+            self.lock.release()
+            raise
+
+    def __exit__(self, *_):
+        self.lock.release()
+
+
+_turns: dict[int, Turns] = {}  # by device
+
+
+def turns_on(device: torch.device) -> Turns:
+    """Return the turns of a device, the same ones to all threads."""
+    found = _turns.get(device.index)
+    return found or _turns.setdefault(device.index, Turns(device))
+
+
+def expect_success(error: int, function, _):
+    """Raise RuntimeError if a call of the driver failed. For ctypes, after the call."""
+    if error != CUDA_SUCCESS:
+        raise RuntimeError(
+            f"{function.__name__} of the one-read kernel failed with CUDA error {error}"
+        )
 
 
 class Kernel:
@@ -103,19 +132,22 @@ class Kernel:
 
     def __init__(self, index: int, rows: str | None, *flags: str):
         # depends on NVRTC and on the driver's library, so that it knows both by their names
-        self.library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libcaffe2_nvrtc.so"))
+        path = Path(torch.__file__).parent / "lib" / "libcaffe2_nvrtc.so"
+        self.library = driver = ctypes.CDLL(str(path))
+        for name in CALLS:
+            getattr(driver, name).errcheck = expect_success
         self.programs = torch.cuda.get_device_properties(index).multi_processor_count
         with torch.cuda.device(index):
             torch.cuda.current_stream()  # makes the device's context
             major, minor = torch.cuda.get_device_capability(index)
             self.image = compiled(self.library, f"sm_{major}{minor}", rows, *flags)
             self.module, self.function = ctypes.c_void_p(), ctypes.c_void_p()
-            self._call("cuModuleLoadData", ctypes.byref(self.module), self.image)
-            self._call("cuModuleGetFunction", ctypes.byref(self.function), self.module, b"one_read")
+            driver.cuModuleLoadData(ctypes.byref(self.module), self.image)
+            driver.cuModuleGetFunction(ctypes.byref(self.function), self.module, b"one_read")
             most = SHARED - OF_TEACHER * bool({*DIVERGENCES} & {flag.lower() for flag in flags})
-            self._call("cuFuncSetAttribute", self.function, MOST_DYNAMIC_SHARED_MEMORY, most)
+            driver.cuFuncSetAttribute(self.function, MOST_DYNAMIC_SHARED_MEMORY, most)
         self.index, pointer = index, ctypes.c_void_p
-        self.library.cuLaunchKernel.argtypes = (
+        driver.cuLaunchKernel.argtypes = (
             pointer,
             *[ctypes.c_uint] * 7,
             pointer,
@@ -123,22 +155,15 @@ class Kernel:
             pointer,
         )
 
-    def _call(self, name: str, *args):
-        error = getattr(self.library, name)(*args)
-        if error != CUDA_SUCCESS:
-            raise RuntimeError(f"{name} of the one-read kernel failed with CUDA error {error}")
-
     def launch(self, params: ctypes.Structure, items: int, shared: int):
         """Launch it on the current stream of its device."""
         if self.index != torch._C._cuda_getDevice():
             with torch.cuda.device(self.index):
                 return self.launch(params, items, shared)
-        stream, arguments = (
-            torch._C._cuda_getCurrentRawStream(self.index),
-            ARGUMENTS(ctypes.addressof(params)),
-        )
+        stream = torch._C._cuda_getCurrentRawStream(self.index)
+        arguments = ARGUMENTS(ctypes.addressof(params))
         sizes = min(self.programs, items), 1, 1, THREADS, 1, 1, shared
-        self._call("cuLaunchKernel", self.function, *sizes, stream, arguments, None)
+        self.library.cuLaunchKernel(self.function, *sizes, stream, arguments, None)
 
 
 def compiled(library, architecture: str, rows: str | None, *flags: str) -> ctypes.Array:

@@ -20,7 +20,7 @@ from ..backend import load_backend
 from ..reductions import FusedReduction
 from ..request import Facts, Request, Tensors, places_of
 from ..transports.symmetric_memory import find_symmetric_memory
-from .kernel import OF_TEACHER, SHARED, Memory, kernel_of, launch_in_turn
+from .kernel import OF_TEACHER, SHARED, Memory, kernel_of, turns_on
 from .params import (
     ADDRESSES,
     DIVERGENCES,
@@ -341,68 +341,63 @@ def statistics_and_gradient(
     by `TERMS` of a row function's loss, or None; the gradient [N, width]; how the backward
     completes it (`Late`), or None where the upstream gradient is known.
     """
-    logits, teacher = request.tensors.logits, request.tensors.teacher
-    if obstacle_to_rows(logits, inplace) is None and obstacle_to_teacher(request) is None:
-        launched = _launch(request, reduction, logits if inplace else None, upstream)
-        gradient = launched.gradient
-    else:  # on several ranks, whose logits lie in other ways
-        columns = columns_of(request)
-        copies = {"logits": _copy(logits, columns, logits.dtype)}
-        if teacher is not None:
-            copies["teacher"] = _copy(teacher, columns, logits.dtype)
-        of_copy = request._replace(tensors=request.tensors._replace(**copies))
-        launched = _launch(of_copy, reduction, None, upstream)
-        gradient = logits.data if inplace else torch.empty_like(logits)
-        read = launched.gradient[:, : logits.shape[1]]
-        gradient.zero_()[:, : read.shape[1]] = read
-    late = None
-    if launched.forecast is not None:
-        late = late_gradient(launched, request, reduction, gradient)
-    return launched.outputs, launched.reduced, gradient, late
-
-
-class Launched(NamedTuple):
-    """Results of a launch, as `statistics_and_gradient` has them, and what its backward needs."""
-
-    outputs: list[torch.Tensor]
-    reduced: tuple
-    gradient: torch.Tensor
-    kind: Kind
-    forecast: torch.Tensor | MaybeNone  # the record of upstream gradients
-
-
-def _launch(request: Request, reduction: FusedReduction, out, upstream: Upstream) -> Launched:
-    """Launch the kernel for logits that it reads where they are. out: where the gradient is
-    written; None: to new memory."""
-    facts, x = request.facts, request.tensors
-    logits = x.logits
-    cuts = cuts_of_call(request)
-    memory = memory_of(request, cuts)
+    read = _readable(request, inplace)
+    facts, x = read.facts, read.tensors
+    cuts = cuts_of_call(read)
+    memory = memory_of(read, cuts)
     assert memory is not None
     memory.expect_alive()
     # its own version counter: the gradient is no change of what autograd saves
-    gradient = _empty_gradient(logits) if out is None else out.data
+    over_logits = inplace and read is request
+    gradient = x.logits.data if over_logits else _empty_gradient(x.logits)
     plan, weight, denominator, function, inputs = reduction
-    number = 0.0  # the count, or in memory
-    if denominator is not None and not isinstance(denominator, torch.Tensor):
+    number, divisor = 0.0, None  # the divisor is the count
+    if isinstance(denominator, torch.Tensor):
+        divisor = denominator
+    elif denominator is not None:
         number = float(denominator) or float("inf")
-    rows = Rows.of(request, logits, gradient)
+    rows = Rows.of(read, x.logits, gradient)
     kind = kind_of(facts, request.layout, plan, function, cuts, rows, number)
     allocated = [*map(torch.empty_like, kind.allocated)]
     forecast = None if upstream.record is None else memory.forecast(upstream.record)
-    divisor = denominator if isinstance(denominator, torch.Tensor) else None
-    read = (
-        *(logits, gradient, x.labels, weight, x.temperatures, x.teacher, x.scales),
+    arguments = (
+        *(x.logits, gradient, x.labels, weight, x.temperatures, x.teacher, x.scales),
         *(upstream.given, forecast, divisor),
     )
-    calls = [0 if tensor is None else tensor.data_ptr() for tensor in read]
-    params = kind.argument(memory, calls, allocated, [x.data_ptr() for x in inputs])
-    # in turn, because each launch takes all multiprocessors, and waits there
-    launch_in_turn(logits.device, kind.kernel.launch, params, kind.items, kind.shared)
+    calls = [0 if tensor is None else tensor.data_ptr() for tensor in arguments]
+    params = kind.argument(memory, calls, allocated, [given.data_ptr() for given in inputs])
+    with turns_on(x.logits.device):
+        kind.kernel.launch(params, kind.items, kind.shared)
+    if read is not request:
+        gradient = _laid_out_as(request.tensors.logits, gradient, inplace)
+    late = None
+    if forecast is not None:
+        late = late_gradient(kind, forecast, request, reduction, gradient)
     outputs, reduced = allocated[: kind.n_outputs], allocated[kind.n_outputs :]
     loss, sums, inverse, *found = reduced
     slopes = found[0][kind.slopes :] if found else None
-    return Launched(outputs, (loss, sums, inverse, slopes), gradient, kind, forecast)
+    return outputs, (loss, sums, inverse, slopes), gradient, late
+
+
+def _readable(request: Request, inplace: bool) -> Request:
+    """The request, with copies where the kernel cannot read logits where they are: on several
+    ranks, whose logits may lie in other ways, all of them take this launch."""
+    logits, teacher = request.tensors.logits, request.tensors.teacher
+    if obstacle_to_rows(logits, inplace) is None and obstacle_to_teacher(request) is None:
+        return request
+    columns = columns_of(request)
+    copies = {"logits": _copy(logits, columns, logits.dtype)}
+    if teacher is not None:
+        copies["teacher"] = _copy(teacher, columns, logits.dtype)
+    return request._replace(tensors=request.tensors._replace(**copies))
+
+
+def _laid_out_as(logits: torch.Tensor, gradient: torch.Tensor, inplace: bool) -> torch.Tensor:
+    """The gradient of a copy of the logits, as one of the logits. inplace: over them."""
+    result = logits.data if inplace else torch.empty_like(logits)
+    read = gradient[:, : logits.shape[1]]
+    result.zero_()[:, : read.shape[1]] = read
+    return result
 
 
 def _empty_gradient(logits: torch.Tensor) -> torch.Tensor:
@@ -432,19 +427,23 @@ class Late(NamedTuple):
             return False
         is_slopes = values[0].dim() == 2  # of a row function
         terms = values[0] if is_slopes else values
-        call = gradient, self.forecast, tensors, merged, weight, inverse, terms, loss
-        launch_in_turn(gradient.device, self.gradient, *call)
+        with turns_on(gradient.device):
+            self.gradient(gradient, self.forecast, tensors, merged, weight, inverse, terms, loss)
         return True
 
 
 def late_gradient(
-    launched: Launched, request: Request, reduction: FusedReduction, gradient: torch.Tensor
+    kind: Kind,
+    forecast: torch.Tensor,
+    request: Request,
+    reduction: FusedReduction,
+    gradient: torch.Tensor,
 ) -> Late:
-    """How the backward of this call completes the gradient that its forward may have written."""
-    kind = launched.kind
+    """How the backward of this call completes the gradient that its forward may have written.
+    forecast: its record of upstream gradients."""
     place = places_of(request.tensors), reduction.weight is None
     if place not in kind.late:
         make = load_backend("triton").LateGradient
         has_slopes, strides = kind.slopes is not None, gradient.stride()
         kind.late[place] = make(request, reduction.plan, has_slopes, reduction.weight, strides)
-    return Late(kind.late[place], launched.forecast)
+    return Late(kind.late[place], forecast)

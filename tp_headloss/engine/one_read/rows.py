@@ -162,52 +162,54 @@ def row_function(terms, vocab_size: int = 0) -> RowFunction:
     vocabulary and on inputs of a number per token, or does not promise to stay the same,
     `Term.pointwise`.
     """
-    others = [
-        term.name
-        for term in terms
-        if not term.pointwise and not isinstance(term.function, StatisticValue)
-    ]
+    functions = [term for term in terms if not isinstance(term.function, StatisticValue)]
+    others = [term.name for term in functions if not term.pointwise]
     if others:
         raise NotArithmetic(
             "terms that are statistics, or pointwise functions of them (Term.pointwise), got "
             f"{others}"
         )
-    from torch.fx.experimental.proxy_tensor import make_fx  # which loads much
-
-    functions = [term for term in terms if not isinstance(term.function, StatisticValue)]
     inputs = tuple(dict.fromkeys(name for term in functions for name in term.inputs))
     if len(inputs) > MOST_INPUTS:
         raise NotArithmetic(f"at most {MOST_INPUTS} inputs of pointwise terms, got {list(inputs)}")
+    from torch.fx.experimental.proxy_tensor import make_fx  # which loads much
+
     used: list[bool] = []
 
-    def values_and_slopes(*rows):
-        with torch.enable_grad():
-            known = [row.detach().requires_grad_() for row in rows[: len(STATISTICS)]]
-            absent = VocabStatistics._make([None] * len(VocabStatistics._fields))
-            stats = absent._replace(vocab_size=vocab_size, **dict(zip(STATISTICS, known)))
-            given, weights = dict(zip(inputs, rows[len(STATISTICS) :])), rows[-len(terms) :]
-            if "teacher" in given:
-                given["teacher"] = TeacherOfToken(given["teacher"])
-            values = [_value(term, stats, given) for term in terms]
-            total = torch.zeros_like(known[0])
-            for weight, value in zip(weights, values):
-                total = total + weight * value
-            by = known[: len(SLOPES)]
-            slopes = torch.autograd.grad(total, by, torch.ones_like(known[0]), allow_unused=True)
-            used[:] = [slope is not None for slope in slopes]
-        return [
-            *values,
-            *(torch.zeros_like(known[0]) if slope is None else slope for slope in slopes),
-        ]
+    def traced(*rows):
+        values, slopes = _values_and_slopes(terms, inputs, vocab_size, rows)
+        used[:] = [slope is not None for slope in slopes]
+        nothing = torch.zeros_like(rows[0])
+        return [*values, *(nothing if slope is None else slope for slope in slopes)]
 
     count = len(STATISTICS) + len(inputs) + len(terms)
     try:
         with _plain_torch():
-            graph = make_fx(values_and_slopes)(*torch.zeros(count, 2).unbind(0)).graph
+            graph = make_fx(traced)(*torch.zeros(count, 2).unbind(0)).graph
         source = _source(graph, len(terms), inputs)
     except (TypeError, AttributeError, RuntimeError, ValueError) as error:
         raise NotArithmetic.found(f"{type(error).__name__}: {error}") from error
     return RowFunction(source, len(terms), inputs, used[SLOPES.index("entropy")])
+
+
+def _values_and_slopes(terms, inputs: tuple[str, ...], vocab_size: int, rows):
+    """The terms' values, and derivatives of their weighted sum by `SLOPES`, None where there is
+    none. rows: vectors of `STATISTICS`, of the inputs, and of the terms' weights."""
+    absent = VocabStatistics._make([None] * len(VocabStatistics._fields))
+    given = dict(zip(inputs, rows[len(STATISTICS) :]))
+    if "teacher" in given:
+        given["teacher"] = TeacherOfToken(given["teacher"])
+    with torch.enable_grad():
+        known = [row.detach().requires_grad_() for row in rows[: len(STATISTICS)]]
+        stats = absent._replace(vocab_size=vocab_size, **dict(zip(STATISTICS, known)))
+        values = [_value(term, stats, given) for term in terms]
+        total = torch.zeros_like(known[0])
+        for weight, value in zip(rows[-len(terms) :], values):
+            total = total + weight * value
+        by = known[: len(SLOPES)]
+        one = torch.ones_like(known[0])
+        slopes = torch.autograd.grad(total, by, one, allow_unused=True)
+    return values, slopes
 
 
 def _value(term, stats: VocabStatistics, given: dict[str, torch.Tensor]) -> torch.Tensor:
