@@ -150,6 +150,16 @@ def with_engine(engine: str):
         epilogue.is_default = given
 
 
+def fp8(problem, exact_logits: bool):
+    head_loss, linear = HeadLoss(), Linear(gradients="fp8", exact_logits=exact_logits)
+    return differentiated(
+        problem,
+        lambda hidden, weight, labels: (
+            head_loss.linear(hidden, weight, labels, shard=problem.shard, linear=linear).loss
+        ),
+    )
+
+
 def ours(problem, mode, budget, main_grad, engine="auto"):
     head_loss, weight = HeadLoss(), problem.weight
     declared = 1.0 if main_grad and mode == "one_sweep" else None
@@ -203,6 +213,10 @@ def implementations(problem):
         n = 3 if mode == "one_sweep" else 4
         build = lambda m=mode, b=budget, g=main_grad, e=engine: ours(problem, m, b, g, engine=e)  # noqa: E731
         rows.append(Implementation(f"ours, {name}", n, build, budget))
+    if problem.hidden.dtype == torch.bfloat16:
+        for name, exact in (("fp8 gradients", False), ("fp8 gradients, exact logits", True)):
+            build = lambda e=exact: fp8(problem, e)  # noqa: E731
+            rows.append(Implementation(f"ours, {name}", 3, build))
     for peer in PEERS:
         if peer.sharded or problem.shard.world_size == 1:
             build = lambda p=peer: differentiated(problem, p.build(problem.shard))  # noqa: E731

@@ -42,6 +42,7 @@ SERVED = {
     "prepared": OF_STATISTICS,
     "one sweep": CASES.keys() - {"own PyTorch", "a loss per token", "class weights"},
     "epilogues": CASES.keys(),
+    "fp8 sweep": OF_STATISTICS | {"own arithmetic", "a temperature per token"},
 }
 
 
@@ -158,11 +159,14 @@ def test_every_way_of_a_linear_head_has_the_results_of_blocks(
     hidden = torch.randn(N, H, generator=generator).to(device, dtype)
     weight = (0.4 * torch.randn(V, H, generator=generator)).to(device, dtype)
     is_epilogue = kind is linear_ways.Epilogues
+    is_fp8 = kind is linear_ways.Fp8Sweep
     linear = hl.Linear(
         mode="recompute" if is_epilogue else "auto",
         exact_logits=is_epilogue and dtype == torch.bfloat16,
+        gradients="fp8" if is_fp8 else None,
     )
-    is_served = case in SERVED[kind.name] and (not is_epilogue or dtype == torch.bfloat16)
+    of_bf16 = dtype == torch.bfloat16 or not (is_epilogue or is_fp8)
+    is_served = case in SERVED[kind.name] and of_bf16
     found = {}
     for taken in (kind, linear_ways.Blocks):
         monkeypatch.setattr(linear_ways, "LINEAR_WAYS", (taken, linear_ways.Blocks))

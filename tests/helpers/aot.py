@@ -47,6 +47,8 @@ from tp_headloss.statistics.topk import has_tail
 SHARED_LIMIT, GEMM_SHARED_LIMIT = 48 << 10, 227 << 10  # bytes
 # of capability 9.0 and later
 GEMMS = "gemm_triton.linear_statistics_kernel", "gemm_triton.linear_gradient_kernel"
+# with capability 8.9 come the conversions
+TO_FP8 = "fp8_triton.split_gradient_kernel", "fp8_triton.turn_to_fp8_kernel"
 # Bytes of the stack, where spilled registers go. A version of Triton may spill a few where a kernel
 # has every optional part; all statistics of a whole teacher at once have more per-token
 # coefficients than registers.
@@ -116,6 +118,11 @@ EPILOGUES = {  # of a linear head's GEMMs
     "want": [(), ("entropy",), ("argmax", "collision"), ("entropy", "argmax", "total")],
     "bias": [None, torch.float32], "softcap": [None, 30.0], "temperature": [1.0, "per token"],
 }  # fmt: skip
+FP8 = {  # sweeps whose gradient products are in fp8
+    "width": [512, 513], "labels": [torch.int64, torch.int32], "exact": [True, False], "tokens": [256, 250],
+    "temperature": [1.0, 2.0, "per token"], "frozen": [None, "hidden", "weight"],
+    "main_grad": [True, False],
+}  # fmt: skip
 SAMPLES = {  # calls of `sample`: with a rule the race is among candidates
     "rule": [None, hl.SamplingRule(top_k=5), hl.SamplingRule(top_p=0.5), hl.SamplingRule(top_p=0.5, min_p=0.1)],
     "width": [4096, 4097], "dtype": DTYPES,
@@ -173,13 +180,15 @@ class Variant(NamedTuple):
         return f"{self.kernel.__module__.rsplit('.', 1)[-1]}.{self.kernel.__name__}"
 
     @property
-    def is_early(self) -> bool:
-        """Whether a kernel begins while another still runs, which takes capability 9.0."""
+    def oldest(self) -> int:
+        """The least capability, 9.0 where a kernel begins while another still runs."""
+        if self.name in TO_FP8:
+            return 89
         names = self.kernel.arg_names
-        return bool(
-            self.options.get("launch_pdl")
-            or ("EARLY" in names and self.constants[(names.index("EARLY"),)])
+        is_early = self.options.get("launch_pdl") or (
+            "EARLY" in names and self.constants[(names.index("EARLY"),)]
         )
+        return 90 if is_early else 0
 
     def compile(self, architecture: int | str):
         source = ASTSource(self.kernel, self.signature, self.constants, self.attributes)
@@ -227,8 +236,8 @@ class Recorder:
         bind = create_function_from_signature(kernel.signature, kernel.params, self.backend)
         bound, specialization, _ = bind(*arguments, **options)
         key, told_apart = (kernel.fn, str(specialization), str(options)), specialization
-        # reads its tuple of pointers under a loaded mask, never in wide accesses
-        if kernel is sums_triton.sums_kernel:
+        # they read their tuple of pointers under a loaded mask, never in wide accesses
+        if kernel in (sums_triton.sums_kernel, sums_triton.sums_gradient_kernel):
             told_apart = [
                 (kinds, None if type(kinds) is tuple else how) for kinds, how in specialization
             ]
@@ -476,6 +485,25 @@ def _call_epilogue(case):
     sum(x.sum() for x in stats if getattr(x, "requires_grad", False)).backward()
 
 
+def call_fp8(case, groups):
+    """Forward and backward of a linear head whose gradient products are in fp8, the weight's last
+    ids padding."""
+    kind = {"dtype": torch.bfloat16, "requires_grad": True}
+    hidden = torch.zeros(case.tokens, 64, **kind)
+    weight = torch.nn.Parameter(torch.zeros(case.width, 64, dtype=torch.bfloat16))
+    weight.main_grad = torch.zeros(weight.shape)
+    if case.frozen is not None:
+        {"hidden": hidden, "weight": weight}[case.frozen].requires_grad_(False)
+    hl.HeadLoss([TERMS["cross_entropy"], TERMS["z_loss"]], options=OPTIONS).linear(
+        hidden,
+        weight,
+        torch.zeros(case.tokens, dtype=case.labels),
+        shard=hl.VocabShard.from_group(None, vocab_size=500, padded_size=case.width),
+        transform=hl.Transform(temperature=per_token(case.temperature, case.tokens)),
+        linear=hl.Linear(gradients="fp8", exact_logits=case.exact, main_grad=case.main_grad),
+    ).loss.backward()
+
+
 def call_sample(case, groups):
     """A sample, with a rule or without."""
     logits = torch.zeros(4, case.width, dtype=case.dtype)
@@ -495,7 +523,9 @@ def record_variants(architecture: int | str = 90) -> list[Variant]:
         call_plain()
         calls = [(CALLS, call_statistics), (HEADS, call_head), (SAMPLES, call_sample)]
         for axes, call in (
-            calls if isinstance(architecture, str) else [*calls, (EPILOGUES, call_epilogue)]
+            calls
+            if isinstance(architecture, str)
+            else [*calls, (EPILOGUES, call_epilogue), (FP8, call_fp8)]
         ):
             for recorder.case in pairwise(axes):
                 call(recorder.case, groups)
@@ -636,9 +666,7 @@ def to_compile(capabilities, everything: bool):
             yield from ((variant, 90) for variant in variants if variant.case == PLAIN)
         if everything:
             yield from (
-                (v, c)
-                for v, c in itertools.product(variants, capabilities)
-                if not v.is_early or c >= 90
+                (v, c) for v, c in itertools.product(variants, capabilities) if c >= v.oldest
             )
             continue
         chosen = covering(variants)
@@ -648,7 +676,7 @@ def to_compile(capabilities, everything: bool):
         yield from ((chosen[0], c) for c in capabilities[1:])
         # architectures differ little for what is Triton's own
         yield from (
-            (v, max(c, 90) if v.is_early else c)
+            (v, max(c, v.oldest) if isinstance(c, int) else c)
             for v, c in zip(chosen, itertools.cycle(capabilities))
         )
 

@@ -1,4 +1,4 @@
-"""Triton's interpreter without what it does again and again for every operation, and with bf16 as
+"""Triton's interpreter without what it does again and again for every operation, and with bf16 and fp8 as
 hardware rounds it.
 
 Otherwise the operations stay the interpreter's own: what is kept here are patches, types and facts
@@ -10,6 +10,7 @@ import math
 from types import SimpleNamespace
 
 import numpy as np
+import torch
 
 
 def patch_interpreter():
@@ -22,7 +23,7 @@ def patch_interpreter():
     _skip_casts_between_equal_types(interpreter.TritonSemantic)
     _check_sizes_quickly(interpreter)
     _sum_directly(interpreter)
-    _round_to_bf16(interpreter)
+    _round_to_nearest(interpreter)
     _expect_no_gaps(interpreter)
 
     # Every sum of 32-bit integers is formed in 64 bits, too, to be compared: no size of these tests
@@ -241,12 +242,19 @@ def _sum_directly(interpreter):
     interpreter.ReduceOps.apply = apply
 
 
-def _round_to_bf16(interpreter):
-    """The interpreter truncates fp32 to bf16. Hardware rounds to the nearest number, of two to the
-    even one."""
+OF_TORCH = {"fp8e5": torch.float8_e5m2, "fp8e4nv": torch.float8_e4m3fn}
+
+
+def _round_to_nearest(interpreter):
+    """The interpreter truncates fp32 to bf16, and rounds some numbers to fp8 to half of them.
+    Hardware rounds to the nearest number, of two to the even one."""
     convert = interpreter._convert_float
 
     def convert_float(input, input_dtype, output_dtype, rounding_mode):
+        if output_dtype.name in OF_TORCH:
+            assert input_dtype.name == "fp32", input_dtype
+            nearest = torch.from_numpy(input.view(np.float32)).to(OF_TORCH[output_dtype.name])
+            return nearest.view(torch.uint8).numpy()
         if (input_dtype.name, output_dtype.name) != ("fp32", "bf16"):
             return convert(input, input_dtype, output_dtype, rounding_mode)
         bits = input.view(np.uint32)
@@ -256,7 +264,16 @@ def _round_to_bf16(interpreter):
     interpreter._convert_float = convert_float
 
 
-STRIDED = "x", "dx_ptr", "teacher", "z_ptr"  # of kernels that are given their strides, too
+STRIDED = (
+    "x",
+    "dx_ptr",
+    "teacher",
+    "z_ptr",
+    "x_ptr",
+    "turned_ptr",
+    "weight_ptr",
+    "hidden_ptr",
+)  # of kernels that are given their strides, too
 
 
 def _expect_no_gaps(interpreter):

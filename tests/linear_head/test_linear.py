@@ -9,6 +9,7 @@ from linear_problem import BOTH, H, N, V, a_teacher, joined, relative, small_blo
 from ranks import on_ranks
 
 import tp_headloss as hl
+from tp_headloss.engine.backend import load_backend
 from tp_headloss.linear_head import blocks
 from tp_headloss.statistics import FULL_TEACHER, TOPK_TEACHER, layout_of
 
@@ -376,3 +377,20 @@ def test_sums_over_many_blocks_are_in_fp32(cut, monkeypatch):
     # one number in a few is rounded to its neighbour
     for a, b, most in zip(grads(), whole, (1e-3, 1e-3, 1e-6)):
         assert relative(a, b) < most
+
+
+def test_the_last_backward_hands_over_what_the_forward_computed(options, device, monkeypatch):
+    """Without a copy: nobody asks for it again."""
+    hidden, weight, _, labels, _ = (x.to(device) for x in tensors())
+    hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+    head = hl.HeadLoss(options=options)
+    loss = head.linear(hidden, weight, labels, linear=hl.Linear("one_sweep")).loss
+    kept = torch.autograd.grad(3 * loss, (hidden, weight), retain_graph=True)
+    before = [x.clone() for x in kept]
+    made = []
+    backend = load_backend(options.backend)
+    monkeypatch.setattr(backend, "scale", lambda *_: made.append("a copy"))
+    last = torch.autograd.grad(3 * loss, (hidden, weight))
+    assert not made
+    for a, b, c in zip(last, kept, before):
+        assert torch.equal(a, b) and torch.equal(b, c)

@@ -34,6 +34,7 @@ EAGER_ONLY = (  # option, its value, and why torch.compile leaves the call alone
     ("validate", "checksums", "it asks the other ranks"),
     ("main_grad", True, "under torch.compile, let dW be returned"),
     ("mode", "one_sweep", "torch.compile takes one operator each way"),
+    ("gradients", "fp8", "torch.compile takes one operator each way"),
 )
 
 
@@ -58,7 +59,7 @@ def uncompiled_where_needed(function: Callable[P, R]) -> Callable[P, R]:
             options = module.options if is_module else kwargs.get("options")
             found = None
             for i, (name, value, _reason) in enumerate(EAGER_ONLY):
-                is_of_linear = name in ("main_grad", "mode")
+                is_of_linear = name in ("main_grad", "mode", "gradients")
                 given = getattr(kwargs.get("linear") if is_of_linear else options, name, None)
                 if found is None and given is not None and given == value:
                     found = i

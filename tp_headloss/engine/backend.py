@@ -20,8 +20,15 @@ another:
         a top-K teacher's entries, distinct and ascending
     known_sets(ids, spans, vocab_size, most=None)
         the ids of all sets as the backend takes them, and their bounds
+    gradient_for(gradient, upstream)
+        multiplies a gradient that is for an upstream gradient of 1, in place
     scale(out, x, factor, add=False)
         out (+)= x * factor, a scalar tensor
+    split_gradient(out, request, merged, grads, units)
+    turn_to_fp8(out, x, factors)
+    finish_hidden(out, product, unit, large, weight)
+    add_to_weight(out, large, hidden)
+        the gradient of logits for products in fp8, and what these lack, see `fp8`
     shares_memory(logits)
         whether packets may meet in symmetric memory (`memory`)
 
@@ -36,8 +43,6 @@ another:
         the way `Prepared` of calls of this kind
     LateGradient(request, plan, has_slopes, weight)
         completes a gradient that one read may have written
-    gradient_for(gradient, upstream)
-        multiplies one that it has written over the logits
     linear_statistics(packets, hidden, weight, request, rounded, budget)
     linear_gradient(out, hidden, weight, request, merged, grads, rounded)
         packets of logits hidden @ weight^T that are never stored, and their gradient; where

@@ -13,6 +13,7 @@ from ..statistics.at_ids import log_probs_at, logits_at
 from ..statistics.family import Family, Tile
 from ..statistics.sets import known_sets, members  # noqa: F401 (the first is part of the contract)
 from ..statistics.topk import distinct_entries as entries  # noqa: F401 (part of the contract)
+from .fp8_eager import add_to_weight, finish_hidden, split, turn_to_fp8  # noqa: F401 (part of the contract)
 from .request import Facts, Request, Tensors
 
 BLOCK_ELEMENTS = 1 << 19  # per temporary: a few MiB, whatever N and V are
@@ -248,6 +249,13 @@ def logits_gradient(out, request: Request, merged, grads: dict):
             out[block, columns] = torch.where(here["sum"] == 0, 0.0, dz * tile.slope).to(out.dtype)
 
 
+def split_gradient(out, request: Request, merged, grads: dict, units):
+    """Write d loss / d logits in the two parts of `fp8`; arguments as of `logits_gradient`."""
+    gradient = merged.new_empty(request.tensors.logits.shape)
+    logits_gradient(gradient, request, merged, grads)
+    split(out, gradient, units)
+
+
 def _tile_gradient(tile: Tile, merged: dict, grads: dict, request: Request):
     families = request.layout.families
     shifted = tile.z - merged["shift"]
@@ -283,6 +291,11 @@ def _checked(
             f"{type(family).__name__}.{method} must return {expected}, got {list(found.shape)}"
         )
     return found
+
+
+def gradient_for(gradient, upstream):
+    """Make a gradient that is for an upstream gradient of 1 that of another one, in place."""
+    gradient.mul_(upstream)
 
 
 def scale(out, x, factor, add: bool = False):

@@ -126,6 +126,14 @@ def small_sets_launch(most: int | None) -> Launch:
     return Launch(block, 1)
 
 
+class TileLaunch(NamedTuple):
+    """Rows and columns of a tile, warps of a program."""
+
+    block: tuple[int, int]
+    warps: int
+    registers: int | None = None
+
+
 class GemmLaunch(NamedTuple):
     """Tile of a GEMM, warps of a program, stages of its pipeline, columns of the gradient that are
     stored at once.
@@ -179,6 +187,10 @@ SCALE = Launch(4096, 4)
 AGAIN = Launch(4096, 4)  # of a gradient over the logits that is multiplied by an upstream gradient
 AGAIN_PROGRAMS = 528
 LATE_PROGRAMS = 132 * 16  # of a gradient that the forward may have written already
+# Gradients in fp8: tiles of 4 tokens each and columns, of an operand that is turned, of entries at once and
+# columns of the hidden states, and columns of one token's; not tuned
+FP8_GRADIENT, FP8_TURN = TileLaunch((16, 32), 4), TileLaunch((64, 64), 4)
+FP8_ENTRIES, FP8_PROGRAMS, FP8_ROW = TileLaunch((4, 512), 1), 2112, Launch(512, 1)
 AT_IDS = Launch(32, 4)  # of each of a tile of tokens; not measured
 LABELS = Launch(32, 1)  # tokens whose labels' logits are found; not measured
 # Sets of more ids than are sorted. Before any were: 8192 sets of 1024 ids in ascending order:
@@ -220,7 +232,9 @@ def dtype_key(tensor):
     return tensor if tensor is None else tensor.dtype
 
 
-def launch(kernel, programs: int, variant: tuple, how: Launch | GemmLaunch, *arguments):
+def launch(
+    kernel, programs: int, variant: tuple, how: Launch | TileLaunch | GemmLaunch, *arguments
+):
     """kernel[(programs,)](*arguments, how.block) on the device of `variant`'s first element, a
     torch.device.
 
@@ -268,7 +282,7 @@ class PreparedLaunch:
         run(self.programs, 1, 1, stream, *constant, *arguments, self.how.block)
 
 
-def _options(how: Launch | GemmLaunch) -> dict:
+def _options(how: Launch | TileLaunch | GemmLaunch) -> dict:
     """Options of a kernel's compilation."""
     options = {"num_warps": how.warps, "enable_fp_fusion": True}
     if isinstance(how, GemmLaunch):

@@ -140,17 +140,16 @@ def scale_kernel(
     tl.store(out_ptr + i, out.to(out_ptr.dtype.element_ty), mask=i < n)
 
 
-@triton.jit(do_not_specialize=["n_rows", "width"])
+@triton.jit
 def gradient_for_kernel(
-    gradient_ptr,  # [T, width] in and out, contiguous
+    gradient_ptr,  # [n] in and out
     upstream_ptr,  # [] fp32
-    n_rows,
-    width,
+    n,
     BLOCK: tl.constexpr,
 ):
     """Multiply a gradient by an upstream gradient, if that is not 1."""
     given = tl.load(upstream_ptr)
-    n = tl.where(given == 1.0, 0, n_rows.to(tl.int64) * width)
+    n = tl.where(given == 1.0, 0, n.to(tl.int64))
     for first in range(tl.program_id(0).to(tl.int64) * BLOCK, n, tl.num_programs(0) * BLOCK):
         i = first + tl.arange(0, BLOCK)
         x = tl.load(gradient_ptr + i, mask=i < n, other=0.0).to(tl.float32) * given
@@ -256,8 +255,10 @@ def scale(out, x, factor, add: bool = False):
 
 
 def gradient_for(gradient, upstream):
-    """Make a gradient that was written for an upstream gradient of 1 of the loss that of another
-    one, in place."""
-    programs = min(AGAIN_PROGRAMS, ceil_div(gradient.numel(), AGAIN.block))
-    variant = gradient.device, pointer_key(gradient), pointer_key(upstream)
-    launch(gradient_for_kernel, programs, variant, AGAIN, gradient, upstream, *gradient.shape)
+    """Make a contiguous gradient that was written for an upstream gradient of 1 of the loss that of
+    another one, in place."""
+    n = gradient.numel()
+    if n:
+        programs = min(AGAIN_PROGRAMS, ceil_div(n, AGAIN.block))
+        variant = gradient.device, int_key(n), pointer_key(gradient), pointer_key(upstream)
+        launch(gradient_for_kernel, programs, variant, AGAIN, gradient, upstream, n)

@@ -24,9 +24,11 @@ from ..call.statistics import assembled
 from ..engine.reductions import StatisticValue
 from ..engine.request import Request
 from ..engine.ways import Explanation
-from ..linear_head import epilogue
+from ..linear_head import epilogue, fp8
 from ..linear_head import one_sweep as sweep
+from ..linear_head.fp8 import Fp8Products
 from ..linear_head.request import LinearRequest, log_mode
+from ..linear_head.sweeps import Products, Sweep
 from ..linear_head.teacher import map_teacher_tensors, without_logits
 from ..linear_head.valid_tokens import ValidTokens
 from ..statistics import VocabStatistics
@@ -97,6 +99,7 @@ class OneSweep(LinearWay):
     once: three GEMMs."""
 
     name = "one sweep"
+    products: type = Products
 
     def __init__(self, tokens: int):
         """tokens: of a block."""
@@ -124,15 +127,16 @@ class OneSweep(LinearWay):
         facts, options = head.request.facts, call.definition.options or DEFAULTS
         loss_of_call = CallLoss(call, head.request.tensors.labels, facts.backend, facts.vocab_size)
         reduction, in_one_read = loss_of_call.fused, None
-        if options.gradient != "backward":
+        if self.products is Products and options.gradient != "backward":
             in_one_read = loss_of_call.in_one_read
         gradients_of = value_gradients(call, head.request, reduction)
         if gradients_of is None:
             gradients_of = partial(
                 sweep.loss_gradients, head, _block_loss(call, head.request, evaluate)
             )
+        how = Sweep(self.tokens, products=self.products)
         stats, gradients = sweep.sweep_statistics(
-            head, self.tokens, call.labels, options, gradients_of, in_one_read
+            head, how, call.labels, options, gradients_of, in_one_read
         )
         with torch.no_grad():
             out = make_output(call, stats, evaluate, reduction)
@@ -140,7 +144,31 @@ class OneSweep(LinearWay):
         return out._replace(loss=loss, stats=stats)
 
 
-LINEAR_WAYS: tuple[type[LinearWay], ...] = (OneSweep, Epilogues, Blocks)
+class Fp8Sweep(OneSweep):
+    """One sweep whose gradient products are in fp8, but for the large entries of each token."""
+
+    name = "fp8 sweep"
+    products = Fp8Products
+
+    @staticmethod
+    def obstacle(call, head):
+        if head.linear.gradients != "fp8":
+            return "gradients='fp8' was not asked for"
+        if not torch.is_grad_enabled():
+            return "there is no gradient in torch.no_grad"
+        if head.linear.mode == "recompute":
+            return "mode='recompute' was asked for"
+        others = {term.name: term.want for term in call.definition.terms if term.want}
+        if others:
+            return f"terms must be of log-probs and lse alone, got terms of {others}"
+        return _obstacle_to_one_sweep(call, head) or fp8.obstacle(head)
+
+    @classmethod
+    def of_kind(cls, call, head):
+        return cls(fp8.sweep_tokens(head))
+
+
+LINEAR_WAYS: tuple[type[LinearWay], ...] = (Fp8Sweep, OneSweep, Epilogues, Blocks)
 
 
 def linear_way_of(call: Call, head: LinearRequest) -> LinearWay:
@@ -152,6 +180,8 @@ def linear_way_of(call: Call, head: LinearRequest) -> LinearWay:
             return kind.of_kind(call, head)
         if kind is OneSweep and torch.is_grad_enabled():
             _refuse_what_one_sweep_alone_has(head.linear, obstacle)
+        if kind is Fp8Sweep and head.linear.gradients == "fp8" and torch.is_grad_enabled():
+            raise ValueError(f"gradients='fp8' is not possible: {obstacle}; leave it out")
     raise AssertionError("blocks serve every call")
 
 
@@ -206,7 +236,7 @@ def _obstacle_to_one_sweep(call: Call, head: LinearRequest) -> str | None:
     linear = head.linear
     if call.definition.plan.obstacles:
         return call.definition.plan.obstacles[0]
-    if linear.exact_logits and linear.mode == "auto":
+    if linear.exact_logits and linear.mode == "auto" and linear.gradients is None:
         return "exact_logits=True takes recompute, unless mode='one_sweep' is asked for"
     if torch.compiler.is_compiling():
         return "torch.compile takes one operator each way"

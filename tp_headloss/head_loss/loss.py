@@ -268,22 +268,12 @@ class HeadLoss(nn.Module):
             >>> hidden, weight = torch.ones(2, 8, requires_grad=True), torch.nn.Parameter(torch.ones(4, 8))
             >>> print(HeadLoss(reduction="none").explain_linear(hidden, weight, torch.tensor([0, 1])))
             the way is blocks
+            fp8 sweep: gradients='fp8' was not asked for
             one sweep: a loss per token has no scalar upstream gradient
             epilogues: they were not compared with blocks of logits on such a device
         """
-        call, head = self._checked_linear(
-            hidden,
-            weight,
-            labels,
-            bias,
-            shard,
-            token_weight,
-            denominator,
-            transform,
-            inputs,
-            linear or NO_OPTIONS,
-        )
-        return explained_linear(call, head)
+        given = hidden, weight, labels, bias, shard, token_weight, denominator, transform, inputs
+        return explained_linear(*self._checked_linear(*given, linear or NO_OPTIONS))
 
     def _kind(
         self, logits, labels, shard, token_weight, denominator, transform, inputs

@@ -251,6 +251,7 @@ class OneSweep(torch.autograd.Function):
                     "backward"
                 )
             ctx.once = True
+        is_last = not torch._C._autograd._get_current_graph_task_keep_graph()
         out: list[torch.Tensor | None] = [None, None, None]
         for i, (gradient, dtype) in enumerate(zip(ctx.saved_tensors, ctx.types)):
             if not ctx.needs_input_grad[i]:
@@ -262,6 +263,10 @@ class OneSweep(torch.autograd.Function):
                 else:
                     main_grad.main_grad.view(-1)[:1].mul_(upstream)
                 out[1] = main_grad.gradient()
+            elif is_last and gradient.dtype == dtype:  # nobody asks for it again
+                # which may be written to: autograd does not take that for a change of what it saved
+                out[i] = gradient.data
+                load_backend(ctx.backend).gradient_for(out[i], upstream)
             else:
                 out[i] = torch.empty_like(gradient, dtype=dtype)
                 scale(out[i], gradient, upstream)

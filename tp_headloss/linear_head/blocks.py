@@ -52,10 +52,15 @@ def _rows_that_fit(n_bytes: int, each: int) -> int:
 
 
 def _tokens_that_fit(sizes: Sizes, budget: int) -> int | None:
-    if sizes.tokens * sizes.row(sizes.width) <= budget:
-        return sizes.tokens
-    most = _rows_that_fit(budget, sizes.row(sizes.width))
-    return _even_block_size(sizes.tokens, most) if most else None
+    return tokens_that_fit(sizes.tokens, sizes.row(sizes.width), budget)
+
+
+def tokens_that_fit(tokens: int, each: int, budget: int) -> int | None:
+    """Tokens of the fewest even blocks that fit, of so many bytes a token; None: not one tile."""
+    if tokens * each <= budget:
+        return tokens
+    most = _rows_that_fit(budget, each)
+    return _even_block_size(tokens, most) if most else None
 
 
 @functools.lru_cache(maxsize=256)

@@ -33,7 +33,7 @@ NOT_MEASURED = "they were not compared with blocks of logits on such a device"
 
 def obstacle(hidden, weight, dtype: torch.dtype, request: Request, linear: Linear) -> str | None:
     """Reason why recompute needs blocks of logits, or None. dtype: of the GEMMs' operands."""
-    if linear.exact_logits and linear.mode == "one_sweep":
+    if linear.exact_logits and (linear.mode == "one_sweep" or linear.gradients is not None):
         return "epilogues are for recompute"
     if not linear.exact_logits and not is_default(hidden.device):
         return NOT_MEASURED

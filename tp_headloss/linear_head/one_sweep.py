@@ -35,11 +35,11 @@ class OneSweepGradients(NamedTuple):
 
 
 def sweep_statistics(
-    call: LinearRequest, tokens: int, labels, options, objective_of, in_one_read=None
+    call: LinearRequest, sweep: sweeps.Sweep, labels, options, objective_of, in_one_read=None
 ) -> tuple[VocabStatistics, OneSweepGradients]:
     """Compute statistics without gradients, and the gradients of hidden states, weight and bias.
 
-    tokens: of a block. objective_of(upstream gradient of the loss) -> a function of the values [n]
+    sweep: but for its one read. objective_of(upstream gradient of the loss) -> a function of the values [n]
     and flags of a block by name, and of its slice of the flat order, that returns upstream
     gradients [n] of the values by name. in_one_read: the `FusedReduction` of the same loss for a
     launch that reads each logit of a block once, or None.
@@ -52,9 +52,10 @@ def sweep_statistics(
     if wanted.main_grad is not None:
         _refuse_checkpoints()
     objective = _objective(call, objective_of(upstream))
-    one_read, is_exact = None, call.facts.logits_dtype != call.facts.dtype
+    is_exact = call.facts.logits_dtype != call.facts.dtype
     if in_one_read is not None and not is_exact:  # whose gradients have another dtype
         one_read = OneReadBlocks(in_one_read.in_rows(request.order), upstream.float())
+        sweep = sweep._replace(one_read=one_read)
     device_type = sweeps.autocast_type(call.hidden.device)
     with torch.no_grad(), torch.autocast(device_type, enabled=False):
         plain = request._replace(
@@ -62,7 +63,7 @@ def sweep_statistics(
         )
         operands = call.facts.operands(call.hidden.detach(), call.weight.detach(), plain)
         values, flags, hidden_grad, sums = sweeps.sweep_blocks(
-            *operands, tokens, objective, wanted, call.facts, one_read
+            *operands, sweep, objective, wanted, call.facts
         )
     log_mode("one sweep")
     stats = assembled(

@@ -15,9 +15,11 @@ fp32. With epilogues, recompute has no logits: they are accumulators of its GEMM
 gradient is a block.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -305,52 +307,67 @@ class HiddenSums:
         return self.whole if self.end is None else self.end()
 
 
+class Products:
+    """The gradient of blocks of tokens, and dH and dW, by products in the operands' dtype."""
+
+    def __init__(self, hidden, weight, request: Request, wanted: Gradients, sweep: Sweep):
+        self.hidden, self.one_read = hidden, sweep.one_read
+        self.sums = WeightSums(weight, wanted, len(_slices(hidden.shape[0], sweep.tokens)))
+        # (out [n, H], gradient of a block): writes its dH
+        self.multiply = _Rows(weight, request.facts.valid_width).multiply
+
+    def gradient(self, buffers: _Buffers, part: Request, here: slice, objective):
+        """Return a block's values [K, n], flags, and the gradient of its logits."""
+        in_one = None if self.one_read is None else self.one_read.found(part, here)
+        if in_one is not None:
+            return *in_one, part.tensors.logits
+        merged, values, *flags = passes.statistics(part)
+        return values, flags, buffers.gradient_of(part, merged, objective(values, flags, here))
+
+    def add(self, here: slice, gradient, is_last: bool) -> None:
+        """Add a block to dW."""
+        self.sums.add(here.start == 0, slice(0, gradient.shape[1]), gradient, self.hidden[here])
+
+
+class Sweep(NamedTuple):
+    """How one sweep computes the gradients of its blocks."""
+
+    tokens: int  # of a block
+    one_read: Any = None  # `OneReadBlocks` of its loss, or None
+    products: Callable = Products
+
+
 def sweep_blocks(
-    hidden,
-    weight,
-    request: Request,
-    tokens: int,
-    objective,
-    wanted: Gradients,
-    linear,
-    one_read=None,
+    hidden, weight, request: Request, sweep: Sweep, objective, wanted: Gradients, linear
 ):
     """Statistics, and the gradients of a loss that is a sum over blocks, in one go.
 
     objective(values [K, n], flags, tokens: slice) -> upstream gradients as in `gradient`, of one
-    block. one_read: `OneReadBlocks` of that loss, or None.
+    block.
     -> values [K, N], flags, and what `gradient` returns. An exchange per block, and one for dH.
     """
-    buffers, facts = (
-        _Buffers(hidden, weight, request, tokens, weight.shape[0], linear),
-        request.facts,
-    )
-    slices, valid_rows = _slices(hidden.shape[0], tokens), _Rows(weight, facts.valid_width)
-    sums = WeightSums(weight, wanted, len(slices))
+    facts = request.facts
+    buffers = _Buffers(hidden, weight, request, sweep.tokens, weight.shape[0], linear)
+    products = sweep.products(hidden, weight, request, wanted, sweep)
+    slices = _slices(hidden.shape[0], sweep.tokens)
     hidden_grad = end = None
     if wanted.hidden is not None:
         hidden_grad = hidden.new_empty(hidden.shape, dtype=wanted.hidden)
     parts = []
     for here in slices:
-        part = buffers.request(here)
-        in_one = None if one_read is None else one_read.found(part, here)
-        if in_one is not None:
-            values, flags = in_one
-            found = part.tensors.logits
-        else:
-            merged, values, *flags = passes.statistics(part)
-            found = buffers.gradient_of(part, merged, objective(values, flags, here))
+        values, flags, found = products.gradient(buffers, buffers.request(here), here, objective)
         parts.append((values, *flags))
+        is_last = here is slices[-1]
         if hidden_grad is not None:
-            valid_rows.multiply(hidden_grad[here], found)
-            if here is slices[-1] and linear.hidden_grad != "none":
+            products.multiply(hidden_grad[here], found)
+            if is_last and linear.hidden_grad != "none":
                 end = comm.reduce_hidden(
                     hidden_grad, linear.hidden_grad, facts.world_size, facts.group_name
                 )
-        sums.add(here is slices[0], slice(0, weight.shape[0]), found, hidden[here])
+        products.add(here, found, is_last)
     values, *flags = parts[0]
     if len(parts) > 1:
         values, *flags = [
             torch.cat(blocks, 1 if i == 0 else 0) for i, blocks in enumerate(zip(*parts))
         ]
-    return values, flags, hidden_grad if end is None else end(), sums
+    return values, flags, hidden_grad if end is None else end(), products.sums

@@ -1,0 +1,347 @@
+"""Linear(gradients="fp8"): the gradient of logits in two parts, and what is made of them."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import on_ranks
+
+from tp_headloss import (
+    CrossEntropy,
+    Entropy,
+    HeadLoss,
+    Linear,
+    Options,
+    PolicyGradient,
+    Transform,
+    VocabShard,
+    ZLoss,
+)
+from tp_headloss.engine import fp8, passes
+from tp_headloss.engine.backend import load_backend
+from tp_headloss.linear_head import fp8 as sweep
+from tp_headloss.linear_head.blocks import Sizes, tokens_that_fit
+
+N, V, H = 70, 400, 32
+FP8 = Linear(gradients="fp8")
+TERMS = {
+    "cross-entropy": [CrossEntropy()],
+    "z-loss": [CrossEntropy(), ZLoss(1e-2)],
+    "policy": [PolicyGradient()],
+}
+TRANSFORMS = {
+    "none": Transform(),
+    "temperature": Transform(temperature=0.6, scale=-1.0),
+    "temperatures": Transform(temperature=torch.linspace(0.5, 2.0, N)),
+}
+
+
+def problem(device, scale=3.0):
+    """Hidden states, weight and labels, among them those that the model is sure of and ignored
+    ones."""
+    hidden = torch.randn(N, H, device=device).bfloat16()
+    weight = (torch.randn(V, H, device=device) * scale / H**0.5).bfloat16()
+    labels = torch.randint(V, (N,), device=device)
+    labels[::3] = (hidden @ weight.t())[::3].argmax(1)
+    labels[5::7] = -100
+    return hidden.requires_grad_(), weight.requires_grad_(), labels
+
+
+def inputs_of(terms, device):
+    if terms != "policy":
+        return {}
+    old = torch.full((N,), -4.0, device=device)
+    return {"advantages": torch.randn(N, device=device), "old_log_prob": old}
+
+
+def gradients(terms, hidden, weight, labels, backend, linear, **given):
+    hidden.grad = weight.grad = None
+    out = HeadLoss(TERMS[terms], options=Options(backend=backend)).linear(
+        hidden, weight, labels, linear=linear, **given
+    )
+    out.loss.backward()
+    return out.loss.detach(), hidden.grad, weight.grad
+
+
+def assert_close(found, expected):
+    """As close as results that are rounded to bf16 in other places."""
+    assert (found.float() - expected.float()).norm() < 2**-8 * expected.float().norm()
+
+
+def moved(transform, device):
+    given = transform.temperature
+    if not isinstance(given, torch.Tensor):
+        return transform
+    return Transform(temperature=given.to(device))
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("terms", TERMS)
+def test_its_gradients_are_close_to_those_of_products_in_bf16(terms, transform, backend, device):
+    """Within the errors of fp8 below the limit; the loss is the same."""
+    hidden, weight, labels = problem(device)
+    given = {"transform": moved(TRANSFORMS[transform], device), "inputs": inputs_of(terms, device)}
+    exact, *of_bf16 = gradients(
+        terms, hidden, weight, labels, backend, Linear("one_sweep"), **given
+    )
+    loss, *of_fp8 = gradients(terms, hidden, weight, labels, backend, FP8, **given)
+    assert torch.equal(loss, exact)
+    for found, expected in zip(of_fp8, of_bf16):
+        # a number of 3 bits is off by 1/16 of itself at most, on the average by half of that
+        error = (found.float() - expected.float()).norm() / expected.float().norm()
+        assert 0 < error < 6e-3
+    ignored = labels == -100
+    assert (of_fp8[0][ignored] == 0).all()
+
+
+def test_ids_of_padding_take_no_part(backend, device):
+    hidden, weight, labels = problem(device)
+    rows = torch.cat([weight.detach(), torch.full((13, H), math.nan, device=device).bfloat16()])
+    shard = VocabShard.from_group(None, vocab_size=V, padded_size=V + 13)
+    wide = rows.requires_grad_()
+    _, of_hidden, of_weight = gradients("cross-entropy", hidden, weight, labels, backend, FP8)
+    _, again, of_rows = gradients("cross-entropy", hidden, wide, labels, backend, FP8, shard=shard)
+    assert_close(again, of_hidden)
+    assert_close(of_rows[:V], of_weight)
+    assert (of_rows[V:] == 0).all()
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight", "both"])
+def test_what_is_frozen_gets_no_gradient(frozen, backend, device):
+    hidden, weight, labels = problem(device)
+    _, *both = gradients("cross-entropy", hidden, weight, labels, backend, FP8)
+    head = HeadLoss([CrossEntropy()], options=Options(backend=backend))
+    hidden.grad = weight.grad = None
+    operands = hidden, weight
+    detached = [
+        x.detach() if frozen in (name, "both") else x for name, x in zip(("hidden", "weight"), operands)
+    ]  # fmt: skip
+    loss = head.linear(*detached, labels, linear=FP8).loss
+    if loss.requires_grad:
+        loss.backward()
+    for name, x, expected in zip(("hidden", "weight"), operands, both):
+        assert x.grad is None if frozen in (name, "both") else torch.equal(x.grad, expected)
+
+
+def test_main_grad_gets_it_in_fp32(backend, device):
+    hidden, weight, labels = problem(device)
+    _, _, expected = gradients("cross-entropy", hidden, weight, labels, backend, FP8)
+    owner = torch.nn.Parameter(weight.detach().clone())
+    owner.main_grad = torch.ones(V, H, device=device)
+    for upstream in (None, 1.0):
+        owner.main_grad.fill_(1)
+        linear = Linear(gradients="fp8", main_grad=True, upstream=upstream)
+        head = HeadLoss([CrossEntropy()], options=Options(backend=backend))
+        head.linear(hidden, owner, labels, linear=linear).loss.backward()
+        assert_close(owner.main_grad - 1, expected)
+
+
+def test_blocks_have_the_results_of_one_block(backend, device, monkeypatch):
+    hidden, weight, labels = problem(device)
+    _, *whole = gradients("z-loss", hidden, weight, labels, backend, FP8)
+    monkeypatch.setattr(sweep, "tokens_that_fit", lambda tokens, each, budget: 32)
+    monkeypatch.setattr(sweep, "FEWEST", 0)
+    _, *blocks = gradients("z-loss", hidden, weight, labels, backend, FP8)
+    for a, b in zip(whole, blocks):
+        assert_close(b, a)
+
+
+def test_no_tokens_and_all_ignored(backend, device):
+    hidden, weight, labels = problem(device)
+    _, of_hidden, of_weight = gradients(
+        "cross-entropy", hidden.detach()[:0].requires_grad_(), weight, labels[:0], backend, FP8
+    )
+    assert of_hidden.shape == (0, H) and (of_weight == 0).all()
+    _, of_hidden, of_weight = gradients(
+        "cross-entropy", hidden, weight, torch.full_like(labels, -100), backend, FP8
+    )
+    assert (of_hidden == 0).all() and (of_weight == 0).all()
+
+
+def test_a_label_that_no_rank_owns_is_nan_not_wrong(backend, device):
+    hidden, weight, labels = problem(device)
+    labels[1] = V + 3
+    _, of_hidden, _ = gradients("cross-entropy", hidden, weight, labels, backend, FP8)
+    assert of_hidden[1].isnan().all()
+
+
+@torch.no_grad()
+def split(logits, labels, backend, grads=None):
+    """The two parts of the gradient of a sum of losses, and the gradient."""
+    head = HeadLoss([CrossEntropy()], reduction="sum", options=Options(backend=backend))
+    _, request = head._checked(head._given(logits, labels, None, None), None, None, None)
+    merged, *_ = passes.statistics(request)
+    known = grads or {"log_prob": torch.full(labels.shape, -1.0, device=logits.device)}
+    units = fp8.units_of(request, merged, known)
+    n, width = len(logits), fp8.padded(logits.shape[1])
+    rows = torch.empty((n, width), dtype=fp8.GRADIENT, device=logits.device)
+    turned = torch.empty((width, fp8.padded(n)), dtype=fp8.GRADIENT, device=logits.device)
+    out = fp8.Fp8Gradient(units.unit, rows, turned, fp8.LargeEntries.none(n, logits.device))
+    load_backend(backend).split_gradient(out, request, merged, known, units)
+    gradient = torch.empty(logits.shape, device=logits.device)
+    load_backend(backend).logits_gradient(gradient, request, merged, known)
+    return out, gradient
+
+
+def rebuilt(out, width):
+    """The gradient that the two parts add up to."""
+    found = out.rows.float()[:, :width] * out.unit[:, None]
+    large = out.large
+    for token, count in enumerate(large.counts.tolist()):
+        columns = large.columns[token, :count].long()
+        assert len(columns.unique()) == count and (found[token, columns] == 0).all()
+        found[token, columns] = large.gradients[token, :count]
+    return found
+
+
+ROWS = {
+    "flat": lambda width: torch.zeros(8, width),
+    "few alike": lambda width: torch.where(torch.arange(width) < 127, 9.0, -9.0).expand(8, width),
+    "as many as there may be": lambda width: torch.where(torch.arange(width) < 126, 20.0, -20.0).expand(8, width),
+    "one-hot": lambda width: torch.where(torch.arange(width) == 3, 60.0, -60.0).expand(8, width),
+    "steep": lambda width: -torch.arange(width).expand(8, width) / 3.0,
+    "random": lambda width: 4 * torch.randn(8, width),
+    "huge": lambda width: 1000 * torch.randn(8, width),
+    "out of reach": lambda width: torch.where(torch.arange(width) % 2 == 0, -math.inf, 0.0).expand(8, width),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [256, 301])
+@pytest.mark.parametrize("case", ROWS)
+def test_the_two_parts_are_the_gradient(case, width, backend, device):
+    """Each entry is exact where it is large, else off by a 16th of itself, or where fp8 ends."""
+    logits = ROWS[case](width).clone().to(device)
+    labels = torch.tensor([0, 1, 3, 7, width - 2, 11, 200, -100], device=device)
+    out, gradient = split(logits, labels, backend)
+    found, limit = rebuilt(out, width), out.unit[:, None].abs() * fp8.LARGEST_GRADIENT
+    assert (out.rows.float()[:, width:] == 0).all()
+    assert torch.equal(out.turned.float()[:, : len(logits)], out.rows.float().t())
+    error, smallest = (found - gradient).abs(), out.unit[:, None].abs() * 2.0**-17
+    assert (error <= gradient.abs() / 8 + 1.01 * smallest).all()
+    is_large = gradient.abs() > limit
+    assert (error <= 1e-5 * gradient.abs() + 1.01 * smallest)[is_large].all()
+    assert out.large.counts.max() <= fp8.MOST - 2 and out.large.counts[-1] == 0
+    at_label = gradient[:-1].gather(1, labels[:-1, None])
+    assert torch.allclose(found[:-1].gather(1, labels[:-1, None]), at_label, rtol=1e-5)
+
+
+def test_kernel_and_definition_agree(device):
+    logits = 5 * torch.randn(37, 403, device=device)
+    labels = torch.randint(403, (37,), device=device)
+    known = {"lse": torch.randn(37, device=device), "log_prob": torch.randn(37, device=device)}
+    (a, _), (b, _) = (
+        split(logits.clone(), labels, backend, known) for backend in ("triton", "torch")
+    )
+    assert torch.equal(a.large.counts, b.large.counts)
+    far = (a.rows.view(torch.uint8).int() - b.rows.view(torch.uint8).int()).abs()
+    assert far.max() <= 1 and (far > 0).float().mean() < 1e-2  # ties of rounding
+    assert torch.allclose(rebuilt(a, 403), rebuilt(b, 403), rtol=0.26)
+
+
+def of_ranks(group, hidden, weight, labels, backend):
+    shard = VocabShard.from_group(group, V)
+    rows = weight[shard.start : shard.stop].clone().requires_grad_()
+    x = hidden.clone().requires_grad_()
+    head = HeadLoss([CrossEntropy(), ZLoss(1e-2)], options=Options(backend=backend))
+    loss = head.linear(x, rows, labels, shard=shard, linear=FP8).loss
+    loss.backward()
+    return loss.detach(), x.grad, rows.grad
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_have_the_results_of_one(world_size, backend, device):
+    hidden, weight, labels = problem(device)
+    loss, of_hidden, of_weight = gradients("z-loss", hidden, weight, labels, backend, FP8)
+    given = [x.detach().cpu() for x in (hidden, weight, labels)]
+    found = on_ranks(world_size, moved_to_rank, *given, backend)
+    for other, x, _rows in found:
+        assert torch.allclose(other, loss.cpu(), rtol=1e-5)
+        # a rank's part of dH is rounded before it is added
+        assert (x.float() - of_hidden.cpu().float()).norm() < 5e-3 * of_hidden.float().norm()
+    rows = torch.cat([rows for _, _, rows in found])
+    assert_close(rows, of_weight.cpu())
+
+
+def moved_to_rank(group, device, hidden, weight, labels, backend):
+    found = of_ranks(group, *(x.to(device) for x in (hidden, weight, labels)), backend)
+    return [x.cpu() for x in found]
+
+
+def refused(match, terms=None, linear=FP8, hidden_size=16, dtype=torch.bfloat16, **given):
+    hidden, weight = (
+        torch.ones(rows, hidden_size, dtype=dtype, requires_grad=True) for rows in (4, 8)
+    )
+    head = HeadLoss(terms or [CrossEntropy()])
+    with pytest.raises(ValueError, match=match):
+        head.linear(hidden, weight, torch.tensor([1, 2, 3, -100]), linear=linear, **given)
+
+
+def test_what_it_cannot_do_is_said():
+    refused("operands must be torch.bfloat16, got torch.float32", dtype=torch.float32)
+    refused("multiple of 16, got 20", hidden_size=20)
+    refused("a bias has no such gradient", bias=torch.zeros(8))
+    refused("with a softcap", transform=Transform(softcap=30.0))
+    refused("got terms of {'entropy': ", terms=[CrossEntropy(), Entropy(0.1)])
+    refused("mode='recompute' was asked for", linear=Linear("recompute", gradients="fp8"))
+    refused("budget must be at least", linear=Linear(gradients="fp8", budget=1000))
+    with pytest.raises(ValueError, match="gradients must be"):
+        Linear(gradients="fp16")
+
+
+def test_without_gradients_it_is_not_asked_for(device):
+    hidden, weight, labels = problem(device)
+    with torch.no_grad():
+        loss = HeadLoss().linear(hidden, weight, labels, linear=FP8).loss
+        assert torch.equal(loss, HeadLoss().linear(hidden, weight, labels).loss)
+
+
+def test_explain_names_it(device):
+    hidden, weight, labels = problem(device)
+    found = HeadLoss().explain_linear(hidden, weight, labels)
+    assert found.obstacles["fp8 sweep"] == "gradients='fp8' was not asked for"
+    assert HeadLoss().explain_linear(hidden, weight, labels, linear=FP8).way == "fp8 sweep"
+
+
+@pytest.mark.parametrize("tokens", [1, 100, 8192])
+def test_a_budget_holds_what_is_kept_and_a_block(tokens):
+    sizes = Sizes(tokens, 4000, 64, 2, True, True)
+    least = next(b for b in range(0, 1 << 31, 1 << 12) if sweep._tokens(sizes, b))
+    assert least >= 4000 * 64 + tokens * 4000
+    assert sweep._tokens(sizes, 1 << 40) == tokens
+    assert tokens_that_fit(tokens, 8, 7) is None
+
+
+@pytest.mark.parametrize("entropy", [4.0, 1.0, 0.3])
+def test_errors_are_those_of_bf16_products(entropy, device):
+    """Of hidden states whose logits have such an entropy in nats, against float64 of the same
+    logits: dH, and the rows of dW of ids that are labels."""
+    tokens, ids, depth = 512, 4096, 64
+    hidden, weight = (
+        torch.randn(tokens, depth, device=device),
+        torch.randn(ids, depth, device=device),
+    )
+    low, high = 0.0, 8.0
+    for _ in range(30):
+        scale = (low + high) / 2
+        logits = (hidden * scale / depth**0.5).bfloat16() @ weight.bfloat16().t()
+        log_p = logits.float().log_softmax(1)
+        is_flat = -(log_p.exp() * log_p).sum(1).mean() > entropy
+        low, high = (scale, high) if is_flat else (low, scale)
+    hidden = (hidden * scale / depth**0.5).bfloat16().requires_grad_()
+    weight = weight.bfloat16().requires_grad_()
+    labels = torch.multinomial(log_p.exp(), 1)[:, 0]
+    p = (hidden @ weight.t()).detach().double().softmax(1)
+    d = (p - F.one_hot(labels, ids)) / tokens
+    exact = d @ weight.detach().double(), d.t() @ hidden.detach().double()
+    errors = {}
+    for name, linear in (("bf16", Linear("one_sweep")), ("fp8", FP8)):
+        hidden.grad = weight.grad = None
+        HeadLoss().linear(hidden, weight, labels, linear=linear).loss.backward()
+        of_labels = exact[1][labels], weight.grad[labels].double()
+        errors[name] = [
+            ((a - b).norm() / a.norm()).item()
+            for a, b in ((exact[0], hidden.grad.double()), of_labels)
+        ]
+    for of_fp8, of_bf16 in zip(errors["fp8"], errors["bf16"]):
+        assert of_fp8 < 1.6 * of_bf16

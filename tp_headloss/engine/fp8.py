@@ -1,0 +1,119 @@
+"""The gradient of logits in two parts, for products in fp8: of each token the few large entries as
+they are, and all others as fp8 numbers of a unit of their own.
+
+An entry is large where it is above `SHARE` of what all entries but the label's add up to (an upper
+bound of that, which is known from the token's statistics before its logits are read). So no token
+has more than 1 / SHARE of them, and its label. The others are e5m2: a power of two times a number
+of 3 bits, from the limit down to 2^-32 of it. What is rounded is less than the limit, so the error
+of a product is about SHARE of that of rounding everything to fp8, and random.
+
+A token's bytes depend on its own logits and statistics alone: they are the same on any number of
+ranks, and in any batch. Weight and hidden states become e4m3 with one power of two for all.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from ..statistics import MaybeNone
+from .request import Request
+
+SHARE = 2.0**-7
+MOST = 132  # large entries of a token with its label: 1 / SHARE + 2, and room for rounding
+NOWHERE = 1 << 30  # column of an entry that is none
+STATISTICS = "lse", "log_prob"  # whose upstream gradients make entries that are p times one number
+GRADIENT, OPERAND = torch.float8_e5m2, torch.float8_e4m3fn
+LARGEST_GRADIENT, LARGEST_OPERAND = 57344.0, 448.0
+SMALLEST, LARGEST = 2.0**-100, 2.0**100  # of limits and scales
+ALIGNED = 16  # sizes of a product in fp8 are multiples
+
+
+def _shrinking(bits: int) -> float:
+    """Return how much larger numbers are than the same ones rounded to so many bits after the
+    first, on the average, if their density falls with their square, as that of a vocabulary's
+    probabilities (Zipf)."""
+    step = 2.0**-bits
+    borders = [1.0, *(1 + (k + 0.5) * step for k in range(1 << bits)), 2.0]
+    rounded = [1 + k * step for k in range((1 << bits) + 1)]
+    parts = (v * (1 / low - 1 / high) for v, low, high in zip(rounded, borders, borders[1:]))
+    return math.log(2) / sum(parts)
+
+
+# rounding to the nearest number makes numbers of such a density smaller: 0.3 % of all
+SHRINKING = _shrinking(2)
+
+
+def padded(size: int) -> int:
+    """The size of an operand in fp8."""
+    return -(-size // ALIGNED) * ALIGNED
+
+
+class Units(NamedTuple):
+    """Of each token [N]: its gradient in units."""
+
+    unit: torch.Tensor  # fp32, what a number 1 of fp8 stands for: a power of two, with a sign
+    limit: torch.Tensor  # fp32, units above which an entry is large
+    power: torch.Tensor  # fp32, log2 of the units of an entry with z = shift; -inf: there are none
+    column: torch.Tensor  # int32, of the label, -1 where it is not here
+    at_label: torch.Tensor  # fp32, the label's entry
+
+
+class LargeEntries(NamedTuple):
+    """The large entries of tokens, and the labels', in any order."""
+
+    columns: torch.Tensor  # [N, MOST] int32, `NOWHERE` from a token's count on
+    gradients: torch.Tensor  # [N, MOST] fp32
+    counts: torch.Tensor  # [N] int32
+
+    @classmethod
+    def none(cls, tokens: int, device: torch.device) -> LargeEntries:
+        """No entries of so many tokens yet."""
+        columns = torch.full((tokens, MOST), NOWHERE, dtype=torch.int32, device=device)
+        gradients = torch.zeros((tokens, MOST), device=device)
+        return cls(columns, gradients, torch.zeros(tokens, dtype=torch.int32, device=device))
+
+    def of_tokens(self, here: slice) -> LargeEntries:
+        return LargeEntries._make([x[here] for x in self])
+
+
+class Fp8Gradient(NamedTuple):
+    """The gradient of some tokens' logits [n, width] in its two parts."""
+
+    unit: torch.Tensor  # [n] fp32, see `Units`
+    rows: torch.Tensor | MaybeNone  # [n, padded width] e5m2
+    turned: torch.Tensor | MaybeNone  # [padded width, padded n] e5m2, the same bytes, 0 beyond
+    large: LargeEntries
+
+
+def units_of(request: Request, merged: torch.Tensor, grads: dict) -> Units:
+    """The units of tokens, from merged rows and upstream gradients of `STATISTICS`."""
+    facts, x = request.facts, request.tensors
+    known = dict(zip(request.layout.merged, merged.unbind(0)))
+    whole, others, nothing = known["sum"], known["others"], torch.zeros_like(known["sum"])
+    of_lse, of_log_prob = (grads.get(name, nothing) for name in STATISTICS)
+    slope = facts.scale / (facts.temperature if x.temperatures is None else x.temperatures)
+    common = (of_lse - of_log_prob) * slope  # an entry but the label's is p times that
+    ignored = whole == 0
+    bound = torch.where(ignored, 0.0, common.abs() * others)
+    limit = torch.maximum(SHARE * bound, SMALLEST * common.abs().clamp(min=1.0))
+    unit = 2 * power_of_two(limit / LARGEST_GRADIENT)
+    power = torch.where(ignored, -math.inf, (common.abs() / whole / unit).log2())
+    column = x.labels.to(torch.int64) - facts.start
+    is_here = ~ignored & (column >= 0) & (column < facts.valid_width)
+    column = torch.where(is_here, column, -1).to(torch.int32)
+    at_label = (known["target"].exp() / whole * of_lse + others * of_log_prob) * slope
+    return Units(torch.copysign(unit, common), limit / unit, power, column, at_label)
+
+
+def power_of_two(x: torch.Tensor) -> torch.Tensor:
+    """The largest power of two that is at most x, for positive fp32 numbers without denormals;
+    infinity for NaN."""
+    return (x.contiguous().view(torch.int32) & 0x7F800000).view(torch.float32)
+
+
+def operand_scale(largest: torch.Tensor) -> torch.Tensor:
+    """The power of two that brings numbers up to `largest` [] into e4m3's range."""
+    return power_of_two((LARGEST_OPERAND / largest.float()).clamp(SMALLEST, LARGEST))

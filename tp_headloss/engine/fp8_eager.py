@@ -1,0 +1,52 @@
+"""The definition of `fp8` in plain torch; see `backend` for the contract."""
+
+import torch
+
+from .fp8 import GRADIENT, NOWHERE, OPERAND, Fp8Gradient, LargeEntries, Units
+
+
+def split(out: Fp8Gradient, gradient: torch.Tensor, units: Units):
+    """Write a gradient [n, width] fp32 in its two parts."""
+    width = gradient.shape[1]
+    of_label = units.column[:, None] == torch.arange(width, device=gradient.device)
+    rest = gradient / units.unit[:, None]
+    is_large = of_label | (rest > units.limit[:, None])
+    rest = torch.where(is_large, 0.0, rest).to(GRADIENT)
+    if out.rows is not None:
+        out.rows.zero_()
+        out.rows[:, :width] = rest
+    if out.turned is not None:
+        out.turned.zero_()
+        out.turned[:width, : len(rest)] = rest.t()
+    tokens, found = is_large.nonzero(as_tuple=True)
+    places = (is_large.cumsum(1) - 1)[tokens, found]
+    out.large.columns[tokens, places] = found.to(torch.int32)
+    out.large.gradients[tokens, places] = gradient[tokens, found]
+    out.large.counts.copy_(is_large.sum(1))
+
+
+def turn_to_fp8(out: torch.Tensor, x: torch.Tensor, factors: torch.Tensor):
+    """Write x [R, C] times factors [R] or [] into out [C, at least R], e4m3, with 0 beyond."""
+    factors = factors[:, None] if factors.dim() else factors
+    out.zero_()
+    out[:, : x.shape[0]] = (x.float() * factors).to(OPERAND).t()
+
+
+def _dense(large: LargeEntries, width: int) -> torch.Tensor:
+    """Large entries as a matrix [N, width] fp32."""
+    known = large.columns != NOWHERE
+    dense = large.gradients.new_zeros(large.columns.shape[0], width)
+    columns = torch.where(known, large.columns, 0).to(torch.int64)
+    return dense.scatter_add_(1, columns, torch.where(known, large.gradients, 0.0))
+
+
+def finish_hidden(out, product, unit, large: LargeEntries, weight):
+    """out [n, H] = product [n, H] times unit [n] + large entries @ weight."""
+    exact = _dense(large, weight.shape[0]) @ weight.float()
+    out.copy_(product.float() * unit[:, None] + exact)
+
+
+def add_to_weight(out, large: LargeEntries, hidden):
+    """out [width, H] += large entries^T @ hidden [N, H]."""
+    exact = _dense(large, out.shape[0]).t() @ hidden.float()
+    out.copy_(out.float() + exact)
