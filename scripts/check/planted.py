@@ -499,7 +499,7 @@ GROUPS = {
         ("engine/fp8_triton.py", "finish_hidden_kernel", "last = row", "last = last"),
         ("engine/fp8_triton.py", "add_to_weight_kernel", "row != before", "True"),
         ("engine/fp8_triton.py", "add_to_weight_kernel", "done += ENTRIES", "done += 1"),
-        ("linear_head/fp8.py", "Fp8Products.__init__", "self.columns[:, n:] = 0", "self.columns[:, n:] = 1"),
+        ("linear_head/fp8.py", "Fp8Products.__init__", "self.columns[:, n:] = 0", "pass"),
         ("linear_head/fp8.py", "Fp8Products.gradient", "self.unit[here] = units.unit", "pass"),
         ("linear_head/fp8.py", "Fp8Products._multiply_columns", "part.add_(product) if adds else part.copy_(product)", "part.copy_(product)"),
         ("linear_head/fp8.py", "obstacle", "head.request.facts.softcap", "False"),

@@ -147,6 +147,22 @@ def test_blocks_have_the_results_of_one_block(backend, device, monkeypatch):
         assert_close(b, a)
 
 
+def test_it_reads_no_memory_that_it_has_not_written(backend, device, monkeypatch):
+    hidden, weight, labels = problem(device)
+    _, *expected = gradients("cross-entropy", hidden, weight, labels, backend, FP8)
+    make = torch.Tensor.new_empty
+
+    def full_of_nan(*args, **kwargs):
+        memory = make(*args, **kwargs)
+        memory.reshape(-1).view(torch.uint8).fill_(255)
+        return memory
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", full_of_nan)
+    _, *found = gradients("cross-entropy", hidden, weight, labels, backend, FP8)
+    for a, b in zip(found, expected):
+        assert torch.equal(a, b)
+
+
 def test_no_tokens_and_all_ignored(backend, device):
     hidden, weight, labels = problem(device)
     _, of_hidden, of_weight = gradients(
@@ -223,6 +239,8 @@ def test_the_two_parts_are_the_gradient(case, width, backend, device):
     assert (error <= 1e-5 * gradient.abs() + 1.01 * smallest)[is_large].all()
     assert out.large.counts.max() <= fp8.MOST - 2 and out.large.counts[-1] == 0
     at_label = gradient[:-1].gather(1, labels[:-1, None])
+    others = gradient.abs().sum(1)[:-1, None] - at_label.abs()
+    assert (limit[:-1] <= 2.01 * (fp8.SHARE * others + fp8.SMALLEST)).all()
     assert torch.allclose(found[:-1].gather(1, labels[:-1, None]), at_label, rtol=1e-5)
 
 

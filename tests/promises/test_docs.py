@@ -249,11 +249,12 @@ def measured(*files: str) -> list[set[str]]:
             row for shape in content["shapes"] for row in shape["rows"]
         ]
         bare = [r for r in of_file if r.get("implementation") in ("three GEMMs", "four GEMMs")]
-        gemms = {r["gemms"]: r["eager_us"][1] for r in bare}
+        sizes = "gemms", "tokens", "hidden", "vocab"
+        gemms = {tuple(map(r.get, sizes)): r["eager_us"][1] for r in bare}
         for row in of_file:
-            found = figures(row)
-            if row.get("eager_us") and row.get("gemms") in gemms:
-                found |= figures(row["eager_us"][1] / gemms[row["gemms"]])
+            found, size = figures(row), tuple(map(row.get, sizes))
+            if row.get("eager_us") and size in gemms:
+                found |= figures(row["eager_us"][1] / gemms[size])
             rows.append(found)
     return rows
 
