@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from .arguments.linear import MIN_SWEEP_TOKENS
-from .linear_head import blocks
+from .linear_head import blocks, fp8
 from .linear_head.request import free_share
 
 DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}  # name -> bytes
@@ -150,6 +150,8 @@ def _without_logits(head: Head) -> list[Way]:
                 3,
             )
         )
+    if head.dtype == "bf16" and head.hidden % fp8.ALIGNED == 0:
+        rows.append(("gradients in fp8", 'gradients="fp8"', _fp8(head), 2))  # two at half the time
     added = f'"one_sweep", budget={quarter} << 20, main_grad=True, upstream=1.0'
     rows.append(("one sweep, main_grad", added, _one_sweep(head, quarter << 20, main_grad=True), 3))
     return [
@@ -165,10 +167,22 @@ def _without_logits(head: Head) -> list[Way]:
     ]
 
 
+def _share() -> int:
+    """Bytes that a call may take without asking."""
+    here = torch.cuda.is_available()
+    return free_share(torch.device("cuda", 0)) if here else ASSUMED_SHARE
+
+
+def _fp8(head: Head) -> int:
+    """Return the peak of a sweep with gradients in fp8."""
+    tokens = fp8.planned_tokens(head.sizes, None, _share())
+    assert tokens is not None  # without a budget there is always room
+    return fp8.peak(head.sizes, tokens) + sum(head.gradients)
+
+
 def _default(head: Head) -> tuple[int | None, int]:
     """Return the peak in bytes of `Linear()`, and how many GEMMs it takes."""
-    here = torch.cuda.is_available()
-    share = free_share(torch.device("cuda", 0)) if here else ASSUMED_SHARE
+    share = _share()
     sizes = head.sizes._replace(weight_sums=bool(head.fp32_sums))
     tokens = blocks.one_sweep_tokens(sizes, share) or 0
     if tokens < min(MIN_SWEEP_TOKENS, head.tokens):
@@ -192,15 +206,16 @@ def _recompute(head: Head, budget: int | None) -> int | None:
 
 def _one_sweep(head: Head, budget: int | None, main_grad: bool = False) -> int | None:
     """Return the peak of one sweep in bytes, or None for a budget that is too small. Once no block
-    is left, dH and dW are there twice, because their multiples by the upstream gradient are."""
+    is left, a dW that was summed in fp32 is there twice, because it is rounded."""
     sums, (hidden_grad, weight_grad) = 0 if main_grad else head.fp32_sums, head.gradients
     sizes = head.sizes._replace(weight_sums=bool(sums))
     tokens = blocks.planned(blocks.one_sweep_tokens, sizes, budget, sums)
     if tokens is None:
         return None
     weight_grad = 0 if main_grad else weight_grad
-    found = hidden_grad + (sums if sums and tokens < head.tokens else weight_grad)
-    return found + max(tokens * sizes.row(head.width), hidden_grad + weight_grad)
+    is_summed = sums > 0 and tokens < head.tokens
+    found = hidden_grad + (sums if is_summed else weight_grad)
+    return found + max(tokens * sizes.row(head.width), weight_grad * is_summed)
 
 
 def floor_ms(way: Way, head: Head, bandwidth: float, tflops: float) -> float:

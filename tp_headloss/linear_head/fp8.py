@@ -23,6 +23,7 @@ from ..engine.backend import load_backend
 from ..engine.fp8 import (
     ALIGNED,
     GRADIENT,
+    MOST,
     OPERAND,
     SHRINKING,
     STATISTICS,
@@ -40,7 +41,8 @@ from .sweeps import Gradients, Sweep
 
 CAPABILITY = 8, 9  # of GPUs that multiply in fp8
 IDS = 1 << 14  # of a part of dW where it cannot be written in its place
-LISTS = 1 << 12  # bytes of a token's large entries, and of ordering them
+# bytes of a token's large entries, and while those of all tokens are ordered
+LISTS, ORDERED = 8 * MOST, 24 * MOST
 FEWEST = 2048  # tokens of a block, whatever a default budget is
 
 
@@ -142,23 +144,45 @@ def _largest(x: torch.Tensor, *dim: int) -> torch.Tensor:
     return torch.linalg.vector_norm(x, math.inf, dim or None).float()
 
 
-def _tokens(sizes: Sizes, budget: int) -> int | None:
-    """Tokens of a block, whose logits and gradient fit in the budget beside what is kept of all."""
+def _parts(sizes: Sizes) -> tuple[int, int, int, int]:
+    """Bytes of what is kept of all tokens and of the weight, of a block's logits and gradient for
+    each token, and of what comes and goes: dH of a token before its list is added, and for dW."""
     width = padded(sizes.width)
-    of_token = width + sizes.hidden + LISTS
-    left = budget - width * sizes.hidden - padded(sizes.tokens) * of_token
-    each = sizes.row(sizes.width) + width + 2 * sizes.hidden
-    return tokens_that_fit(sizes.tokens, each, max(0, left))
+    kept = padded(sizes.tokens) * (width + LISTS) + width * sizes.hidden
+    for_weight = padded(sizes.tokens) * (sizes.hidden + ORDERED)
+    return kept, sizes.row(sizes.width) + width, 2 * sizes.hidden, for_weight
+
+
+def peak(sizes: Sizes, tokens: int) -> int:
+    """Bytes beyond dH and dW of a call in blocks of so many tokens."""
+    kept, of_block, of_hidden, for_weight = _parts(sizes)
+    return kept + tokens * of_block + max(tokens * of_hidden, for_weight)
+
+
+def _tokens(sizes: Sizes, budget: int) -> int | None:
+    """Tokens of a block whose call fits in the budget."""
+    kept, of_block, of_hidden, for_weight = _parts(sizes)
+    found = (
+        tokens_that_fit(sizes.tokens, of_block + of_hidden, max(0, budget - kept)),
+        tokens_that_fit(sizes.tokens, of_block, max(0, budget - kept - for_weight)),
+    )
+    return None if None in found else min(found)
+
+
+def planned_tokens(sizes: Sizes, budget: int | None, share: int) -> int | None:
+    """Tokens of a block; None: the budget has no room. Without one: in `share` bytes, but not so
+    few that products are slow."""
+    if budget is not None:
+        return _tokens(sizes, budget)
+    return max(_tokens(sizes, share) or 0, min(sizes.tokens, FEWEST))
 
 
 def sweep_tokens(head: LinearRequest) -> int | str:
     """Tokens of a block, the same on all ranks, or what is said of a budget without room."""
     sizes = head.facts.sizes(head.hidden.shape, head.hidden.dtype, head.request.facts)
     budget = head.linear.budget
-    if budget is not None:
-        return _tokens(sizes, budget) or refusal(_tokens, sizes, budget)
-    share = _tokens(sizes, free_share(head.hidden.device)) or 0
-    return max(share, min(sizes.tokens, FEWEST))
+    found = planned_tokens(sizes, budget, free_share(head.hidden.device))
+    return refusal(_tokens, sizes, budget) if found is None else found
 
 
 def obstacle(head: LinearRequest) -> str | None:
