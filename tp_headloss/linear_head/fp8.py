@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -66,7 +66,10 @@ class Fp8Products:
         self.width, self.depth = weight.shape
         self.large = LargeEntries.none(n, hidden.device)
         self.unit = torch.ones(n, device=hidden.device)
-        self.rows = self.columns = self.turned_weight = None
+        # of a block, of all tokens, and of the weight; None where nothing needs it
+        self.rows: torch.Tensor | MaybeNone = None
+        self.columns: torch.Tensor | MaybeNone = None
+        self.turned_weight: torch.Tensor | MaybeNone = None
         self.sums = WeightGradient(None, None)
         if wanted.hidden is not None:
             self.rows = hidden.new_empty((min(sweep.tokens, n), width), dtype=GRADIENT)
@@ -134,7 +137,8 @@ def _product(a: torch.Tensor, b: torch.Tensor, factor: torch.Tensor, dtype, out=
     one = torch.ones_like(factor)
     more = {} if out is None else {"out": out}
     # without sums of few bits, which such products have by default
-    return torch._scaled_mm(a, b.t(), one, factor, out_dtype=dtype, use_fast_accum=False, **more)
+    multiply: Any = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
+    return multiply(a, b.t(), one, factor, out_dtype=dtype, use_fast_accum=False, **more)
 
 
 def _largest(x: torch.Tensor, *dim: int) -> torch.Tensor:
@@ -162,11 +166,9 @@ def peak(sizes: Sizes, tokens: int) -> int:
 def _tokens(sizes: Sizes, budget: int) -> int | None:
     """Tokens of a block whose call fits in the budget."""
     kept, of_block, of_hidden, for_weight = _parts(sizes)
-    found = (
-        tokens_that_fit(sizes.tokens, of_block + of_hidden, max(0, budget - kept)),
-        tokens_that_fit(sizes.tokens, of_block, max(0, budget - kept - for_weight)),
-    )
-    return None if None in found else min(found)
+    of_dh = tokens_that_fit(sizes.tokens, of_block + of_hidden, max(0, budget - kept))
+    of_dw = tokens_that_fit(sizes.tokens, of_block, max(0, budget - kept - for_weight))
+    return None if of_dh is None or of_dw is None else min(of_dh, of_dw)
 
 
 def planned_tokens(sizes: Sizes, budget: int | None, share: int) -> int | None:
@@ -177,12 +179,14 @@ def planned_tokens(sizes: Sizes, budget: int | None, share: int) -> int | None:
     return max(_tokens(sizes, share) or 0, min(sizes.tokens, FEWEST))
 
 
-def sweep_tokens(head: LinearRequest) -> int | str:
-    """Tokens of a block, the same on all ranks, or what is said of a budget without room."""
-    sizes = head.facts.sizes(head.hidden.shape, head.hidden.dtype, head.request.facts)
-    budget = head.linear.budget
-    found = planned_tokens(sizes, budget, free_share(head.hidden.device))
-    return refusal(_tokens, sizes, budget) if found is None else found
+def sweep_tokens(head: LinearRequest) -> int:
+    """Tokens of a block, the same on all ranks; 0 if the budget has no room."""
+    share = free_share(head.hidden.device)
+    return planned_tokens(_sizes(head), head.linear.budget, share) or 0
+
+
+def _sizes(head: LinearRequest) -> Sizes:
+    return head.facts.sizes(head.hidden.shape, head.hidden.dtype, head.request.facts)
 
 
 def obstacle(head: LinearRequest) -> str | None:
@@ -200,8 +204,9 @@ def obstacle(head: LinearRequest) -> str | None:
         return "a teacher's gradient is not of this form"
     if hidden.is_cuda and (torch.version.hip or _capability(hidden.device) < CAPABILITY):
         return "such products need an NVIDIA GPU of compute capability {}.{}".format(*CAPABILITY)
-    found = sweep_tokens(head)
-    return found if isinstance(found, str) else None
+    if not sweep_tokens(head):
+        return refusal(_tokens, _sizes(head), head.linear.budget)
+    return None
 
 
 @functools.cache
