@@ -487,6 +487,11 @@ GROUPS = {
         ("linear_head/request.py", "_linear_facts", "not linear.exact_logits", "not has_epilogue"),
     ],
     "test_fp8": [
+        ("engine/fp8.py", "units_of", "torch.where(ignored, 0.0, slope)", "slope"),
+        ("engine/fp8.py", "operand_scale", "torch.where(largest.isfinite(), scale, torch.nan)", "scale"),
+        ("engine/fp8.py", "dithered", "noise.to(torch.int32)", "(1 << ROUNDED - 1)"),
+        ("engine/fp8_triton.py", "_in_units", "exists & (columns == tl.load(units.column + token))", "is_read & (columns == tl.load(units.column + token))"),
+        ("engine/fp8_triton.py", "_dithered", "tl.where(is_large, 0.0, entry).to(tl.uint32, bitcast=True) + noise", "tl.where(is_large, 0.0, entry).to(tl.uint32, bitcast=True)"),
         ("engine/fp8.py", "units_of", "of_lse - of_log_prob", "of_lse + of_log_prob"),
         ("engine/fp8.py", "units_of", "torch.copysign(unit, common)", "unit"),
         ("engine/fp8.py", "units_of", "torch.where(ignored, -math.inf, (common.abs() / whole / unit).log2())", "(common.abs() / whole / unit).log2()"),

@@ -74,9 +74,8 @@ class Linear:
             dH and the rows of dW of labels have about the errors of bfloat16 products; rows of ids
             that are no label have random errors of some per cent of their own, small gradients. For
             bfloat16 operands without a bias, hidden sizes of multiples of 16, terms of log-probs
-            and lse alone, and GPUs of compute capability 8.9 or more (CPUs compute the same,
-            slowly). A logit takes a byte more than a block of them, and the weight a copy of a byte
-            an element.
+            and lse alone, no softcap, and GPUs of compute capability 8.9 or more (CPUs compute the
+            same, slowly). Beside a block, each logit takes a byte, and each element of the weight.
 
     Examples:
         >>> hidden, weight, labels = (

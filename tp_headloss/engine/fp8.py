@@ -5,10 +5,14 @@ An entry is large where it is above `SHARE` of what all entries but the label's 
 bound of that, which is known from the token's statistics before its logits are read). So no token
 has more than 1 / SHARE of them, and its label. The others are e5m2: a power of two times a number
 of 3 bits, from the limit down to 2^-32 of it. What is rounded is less than the limit, so the error
-of a product is about SHARE of that of rounding everything to fp8, and random.
+of a product is a small part of that of rounding everything to fp8.
 
-A token's bytes depend on its own logits and statistics alone: they are the same on any number of
-ranks, and in any batch. Weight and hidden states become e4m3 with one power of two for all.
+They are rounded up or down at random, up as often as makes the mean right: rounding to the nearest
+would move equal entries, of which flat distributions are full, all in one direction. What is random
+is a hash of the column, the label and the token's statistics. So a token's bytes depend on its own
+logits alone: they are the same on any number of ranks, in any batch, and each time.
+
+Weight and hidden states become e4m3 with one power of two for all, rounded to the nearest.
 """
 
 from __future__ import annotations
@@ -21,29 +25,17 @@ import torch
 from ..statistics import MaybeNone
 from .request import Request
 
-SHARE = 2.0**-7
-MOST = 132  # large entries of a token with its label: 1 / SHARE + 2, and room for rounding
+SHARE = 2.0**-8
+MOST = 260  # large entries of a token with its label: 1 / SHARE + 2, and room for rounding
 NOWHERE = 1 << 30  # column of an entry that is none
 STATISTICS = "lse", "log_prob"  # whose upstream gradients make entries that are p times one number
 GRADIENT, OPERAND = torch.float8_e5m2, torch.float8_e4m3fn
 LARGEST_GRADIENT, LARGEST_OPERAND = 57344.0, 448.0
 SMALLEST, LARGEST = 2.0**-100, 2.0**100  # of limits and scales
 ALIGNED = 16  # sizes of a product in fp8 are multiples
-
-
-def _shrinking(bits: int) -> float:
-    """Return how much larger numbers are than the same ones rounded to so many bits after the
-    first, on the average, if their density falls with their square, as that of a vocabulary's
-    probabilities (Zipf)."""
-    step = 2.0**-bits
-    borders = [1.0, *(1 + (k + 0.5) * step for k in range(1 << bits)), 2.0]
-    rounded = [1 + k * step for k in range((1 << bits) + 1)]
-    parts = (v * (1 / low - 1 / high) for v, low, high in zip(rounded, borders, borders[1:]))
-    return math.log(2) / sum(parts)
-
-
-# rounding to the nearest number makes numbers of such a density smaller: 0.3 % of all
-SHRINKING = _shrinking(2)
+ROUNDED = 21  # bits of an fp32 number after those that e5m2 keeps
+# of a hash of 32 bits: factors of C. Wellons' "Hash Prospector"
+FIRST, SECOND, BITS = 0x2C1B3C6D, 0x297A2D39, 0xFFFFFFFF
 
 
 def padded(size: int) -> int:
@@ -55,6 +47,7 @@ class Units(NamedTuple):
     """Of each token [N]: its gradient in units."""
 
     unit: torch.Tensor  # fp32, what a number 1 of fp8 stands for: a power of two, with a sign
+    seed: torch.Tensor  # int32, of how its entries are rounded
     limit: torch.Tensor  # fp32, units above which an entry is large
     power: torch.Tensor  # fp32, log2 of the units of an entry with z = shift; -inf: there are none
     column: torch.Tensor  # int32, of the label, -1 where it is not here
@@ -95,8 +88,9 @@ def units_of(request: Request, merged: torch.Tensor, grads: dict) -> Units:
     whole, others, nothing = known["sum"], known["others"], torch.zeros_like(known["sum"])
     of_lse, of_log_prob = (grads.get(name, nothing) for name in STATISTICS)
     slope = facts.scale / (facts.temperature if x.temperatures is None else x.temperatures)
-    common = (of_lse - of_log_prob) * slope  # an entry but the label's is p times that
     ignored = whole == 0
+    slope = torch.where(ignored, 0.0, slope)  # whatever its temperature is
+    common = (of_lse - of_log_prob) * slope  # an entry but the label's is p times that
     bound = torch.where(ignored, 0.0, common.abs() * others)
     limit = torch.maximum(SHARE * bound, SMALLEST * common.abs().clamp(min=1.0))
     unit = 2 * power_of_two(limit / LARGEST_GRADIENT)
@@ -105,7 +99,35 @@ def units_of(request: Request, merged: torch.Tensor, grads: dict) -> Units:
     is_here = ~ignored & (column >= 0) & (column < facts.valid_width)
     column = torch.where(is_here, column, -1).to(torch.int32)
     at_label = (known["target"].exp() / whole * of_lse + others * of_log_prob) * slope
-    return Units(torch.copysign(unit, common), limit / unit, power, column, at_label)
+    seed = _seeds(x.labels, known["shift"], whole, facts.start)
+    return Units(torch.copysign(unit, common), seed, limit / unit, power, column, at_label)
+
+
+def _seeds(labels, shift, whole, start: int) -> torch.Tensor:
+    """Numbers of tokens [N] int32 that are the same for equal labels and statistics, whatever shard
+    its columns are counted from."""
+    parts = labels, *[x.contiguous().view(torch.int32) for x in (shift, whole)]
+    found = torch.zeros_like(labels, dtype=torch.int64)
+    for part in parts:
+        found = _mixed(found + part)
+    return (found + start << 32 >> 32).to(torch.int32)  # of the first column
+
+
+def _mixed(x: torch.Tensor) -> torch.Tensor:
+    """A hash of the low 32 bits of int64 numbers."""
+    for factor, shift in ((FIRST, 15), (SECOND, 16)):
+        x = (x & BITS) * factor & BITS
+        x = x ^ x >> shift
+    return x
+
+
+def dithered(x: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
+    """Nonnegative fp32 entries [n, width], each rounded up or down to 3 bits, up as often as the
+    part that is rounded away says."""
+    columns = torch.arange(x.shape[1], device=x.device)
+    noise = _mixed(seeds.to(torch.int64)[:, None] + columns) >> 32 - ROUNDED
+    kept = x.contiguous().view(torch.int32) + noise.to(torch.int32) & -1 << ROUNDED
+    return kept.view(torch.float32)
 
 
 def power_of_two(x: torch.Tensor) -> torch.Tensor:
@@ -115,5 +137,7 @@ def power_of_two(x: torch.Tensor) -> torch.Tensor:
 
 
 def operand_scale(largest: torch.Tensor) -> torch.Tensor:
-    """The power of two that brings numbers up to `largest` [] into e4m3's range."""
-    return power_of_two((LARGEST_OPERAND / largest.float()).clamp(SMALLEST, LARGEST))
+    """The power of two that brings numbers up to `largest` [] into e4m3's range; NaN where that is
+    infinite or NaN, because all others would vanish."""
+    scale = power_of_two((LARGEST_OPERAND / largest).clamp(SMALLEST, LARGEST))
+    return torch.where(largest.isfinite(), scale, torch.nan)

@@ -2,7 +2,7 @@
 
 import torch
 
-from .fp8 import GRADIENT, NOWHERE, OPERAND, Fp8Gradient, LargeEntries, Units
+from .fp8 import GRADIENT, OPERAND, Fp8Gradient, LargeEntries, Units, dithered
 
 
 def split(out: Fp8Gradient, gradient: torch.Tensor, units: Units):
@@ -11,7 +11,7 @@ def split(out: Fp8Gradient, gradient: torch.Tensor, units: Units):
     of_label = units.column[:, None] == torch.arange(width, device=gradient.device)
     rest = gradient / units.unit[:, None]
     is_large = of_label | (rest > units.limit[:, None])
-    rest = torch.where(is_large, 0.0, rest).to(GRADIENT)
+    rest = dithered(torch.where(is_large, 0.0, rest), units.seed).to(GRADIENT)
     if out.rows is not None:
         out.rows.zero_()
         out.rows[:, :width] = rest
@@ -34,10 +34,9 @@ def turn_to_fp8(out: torch.Tensor, x: torch.Tensor, factors: torch.Tensor):
 
 def _dense(large: LargeEntries, width: int) -> torch.Tensor:
     """Large entries as a matrix [N, width] fp32."""
-    known = large.columns != NOWHERE
-    dense = large.gradients.new_zeros(large.columns.shape[0], width)
-    columns = torch.where(known, large.columns, 0).to(torch.int64)
-    return dense.scatter_add_(1, columns, torch.where(known, large.gradients, 0.0))
+    dense = large.gradients.new_zeros(large.columns.shape[0], width + 1)
+    columns = large.columns.clamp(max=width).to(torch.int64)  # those that are none: the last
+    return dense.scatter_add_(1, columns, large.gradients)[:, :width]
 
 
 def finish_hidden(out, product, unit, large: LargeEntries, weight):

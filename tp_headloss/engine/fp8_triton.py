@@ -7,7 +7,7 @@ import triton.language as tl
 from ..statistics.family_triton import row_factors, transform
 from ..statistics.numerics_triton import LOG2_E, PTX, exp2, widen
 from .device_inputs import inputs_of
-from .fp8 import MOST, NOWHERE, Fp8Gradient, LargeEntries, Units
+from .fp8 import FIRST, MOST, NOWHERE, ROUNDED, SECOND, Fp8Gradient, LargeEntries, Units
 from .launch import (
     FP8_ENTRIES,
     FP8_GRADIENT,
@@ -21,7 +21,8 @@ from .launch import (
 )
 from .request import Request
 
-NONE = tl.constexpr(NOWHERE)
+NONE, KEPT = tl.constexpr(NOWHERE), tl.constexpr(ROUNDED)
+FACTOR, LAST = tl.constexpr(FIRST), tl.constexpr(SECOND)
 CAPACITY, PLACES = tl.constexpr(MOST), tl.constexpr(next_power_of_2(MOST))
 
 
@@ -48,16 +49,28 @@ def _in_units(lane, columns, units, inputs, shift_ptr, n_rows, valid_width):
     """Entries of some tokens in units; whether they are labels, and whether they are large."""
     token = tl.minimum(lane, n_rows - 1).to(tl.int64)
     power = tl.load(units.power + token)
-    is_read = (lane < n_rows) & (columns < valid_width) & (power != float("-inf"))
+    exists = (lane < n_rows) & (columns < valid_width)
+    is_read = exists & (power != float("-inf"))
     at = token * inputs.x_row + columns.to(tl.int64) * inputs.x_column
     x = widen(tl.load(inputs.x + at, mask=is_read, other=0.0))
     pre, post = row_factors(inputs, token)
     z, _slope = transform(x, columns, inputs, pre, post)
     entry = exp2((z - tl.load(shift_ptr + token)) * LOG2_E + power)  # NaN of a bad token
     entry = tl.where(is_read, entry, 0.0)
-    of_label = is_read & (columns == tl.load(units.column + token))
+    of_label = exists & (columns == tl.load(units.column + token))
     is_large = of_label | (entry > tl.load(units.limit + token))
     return entry, of_label, is_large
+
+
+@triton.jit
+def _dithered(entry, is_large, lane, columns, units, n_rows):
+    """Entries as `fp8.dithered` rounds them, 0 where they are large."""
+    seed = tl.load(units.seed + tl.minimum(lane, n_rows - 1))
+    x = (seed + columns).to(tl.uint32, bitcast=True) * FACTOR
+    x = (x ^ (x >> 15)) * LAST
+    noise = (x ^ (x >> 16)) >> (32 - KEPT)
+    bits = tl.where(is_large, 0.0, entry).to(tl.uint32, bitcast=True) + noise
+    return ((bits >> KEPT) << KEPT).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -107,8 +120,11 @@ def split_gradient_kernel(
     d, _, large_d = _in_units(lane + 3, *given)
     mark = marks_ptr + tl.program_id(0) + tl.zeros_like(columns + lane)
     tl.store(mark, 1, mask=large_a | large_b | large_c | large_d)
-    low = _two_bytes(tl.where(large_a, 0.0, a), tl.where(large_b, 0.0, b))
-    high = _two_bytes(tl.where(large_c, 0.0, c), tl.where(large_d, 0.0, d))
+    a = _dithered(a, large_a, lane, columns, units, n_rows)
+    b = _dithered(b, large_b, lane + 1, columns, units, n_rows)
+    c = _dithered(c, large_c, lane + 2, columns, units, n_rows)
+    d = _dithered(d, large_d, lane + 3, columns, units, n_rows)
+    low, high = _two_bytes(a, b), _two_bytes(c, d)
     if out_ptr is not None:
         at = lane.to(tl.int64) * out_row + columns
         inside = columns < padded_width

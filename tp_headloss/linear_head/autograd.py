@@ -251,7 +251,7 @@ class OneSweep(torch.autograd.Function):
                     "backward"
                 )
             ctx.once = True
-        is_last = not torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
+        is_last = not torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore[reportAttributeAccessIssue]
         out: list[torch.Tensor | None] = [None, None, None]
         for i, (gradient, dtype) in enumerate(zip(ctx.saved_tensors, ctx.types)):
             if not ctx.needs_input_grad[i]:

@@ -25,7 +25,6 @@ from ..engine.fp8 import (
     GRADIENT,
     MOST,
     OPERAND,
-    SHRINKING,
     STATISTICS,
     Fp8Gradient,
     LargeEntries,
@@ -76,7 +75,7 @@ class Fp8Products:
             scale = operand_scale(_largest(self.weight))
             self.turned_weight = hidden.new_empty((self.depth, width), dtype=OPERAND)
             self.backend.turn_to_fp8(self.turned_weight, self.weight, scale)
-            self.of_weight = SHRINKING / scale
+            self.of_weight = 1.0 / scale
         if wanted.weight is not None:
             self.columns = hidden.new_empty((width, padded(n)), dtype=GRADIENT)
             self.columns[:, n:] = 0
@@ -120,7 +119,7 @@ class Fp8Products:
         shape = self.depth, self.columns.shape[1]
         hidden = self.hidden.new_empty(shape, dtype=OPERAND)
         self.backend.turn_to_fp8(hidden, self.hidden, self.unit * scale)
-        of_hidden, dtype = SHRINKING / scale, out.dtype
+        of_hidden, dtype = 1.0 / scale, out.dtype
         if len(self.columns) == self.width and not adds:
             _product(self.columns, hidden, of_hidden, dtype, out)
         else:

@@ -92,6 +92,11 @@ def _recompute_options(linear: Linear) -> Linear:
     """The options of a head whose statistics are differentiated. ValueError for those of one
     sweep."""
     LINES["linear"].check("linear", linear, {})
+    if linear.gradients is not None:
+        raise ValueError(
+            f"gradients={linear.gradients!r} is for a HeadLoss, which knows the gradient of its "
+            "statistics: use HeadLoss.linear, or leave it out"
+        )
     if linear.mode == "one_sweep":
         raise ValueError(
             "mode='one_sweep' computes the gradient of a HeadLoss: use HeadLoss.linear, or "
