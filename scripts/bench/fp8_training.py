@@ -194,7 +194,7 @@ def main():
     if arguments.json:
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
         versions = {"torch": torch.__version__, "python": sys.version.split()[0]}
-        command = " ".join(["python", *sys.argv])
+        command = " ".join(["python", *sys.argv]).replace(arguments.json, Path(arguments.json).name)
         about = {"device": device, "versions": versions, "command": command, "runs": runs}
         Path(arguments.json).write_text(json.dumps(about, indent=1))
 

@@ -83,11 +83,14 @@ def samples(logits):
 def linear(labels, width, dtype, hidden=32):
     states = torch.randn(len(labels), hidden, device=labels.device, dtype=dtype).requires_grad_()
     weight = torch.randn(width, hidden, device=labels.device, dtype=dtype).requires_grad_()
-    for how in (
+    ways = [
         hl.Linear("recompute"),
         hl.Linear("one_sweep", upstream=1.0),
         hl.Linear(exact_logits=True),
-    ):
+    ]
+    if dtype == torch.bfloat16:
+        ways += [hl.Linear(gradients="fp8"), hl.Linear(gradients="fp8", exact_logits=True)]
+    for how in ways:
         hl.HeadLoss(options=TRITON).linear(states, weight, labels, linear=how).loss.backward()
 
 

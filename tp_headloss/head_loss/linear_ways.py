@@ -134,7 +134,7 @@ class OneSweep(LinearWay):
             gradients_of = partial(
                 sweep.loss_gradients, head, _block_loss(call, head.request, evaluate)
             )
-        how = Sweep(self.tokens, products=self.products)
+        how = Sweep(self.tokens, products=self.products, name=self.name)
         stats, gradients = sweep.sweep_statistics(
             head, how, call.labels, options, gradients_of, in_one_read
         )

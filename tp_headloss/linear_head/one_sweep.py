@@ -39,10 +39,10 @@ def sweep_statistics(
 ) -> tuple[VocabStatistics, OneSweepGradients]:
     """Compute statistics without gradients, and the gradients of hidden states, weight and bias.
 
-    sweep: but for its one read. objective_of(upstream gradient of the loss) -> a function of the values [n]
-    and flags of a block by name, and of its slice of the flat order, that returns upstream
-    gradients [n] of the values by name. in_one_read: the `FusedReduction` of the same loss for a
-    launch that reads each logit of a block once, or None.
+    sweep: but for its one read. objective_of(upstream gradient of the loss) -> a function of the
+    values [n] and flags of a block by name, and of its slice of the flat order, that returns
+    upstream gradients [n] of the values by name. in_one_read: the `FusedReduction` of the same loss
+    for a launch that reads each logit of a block once, or None.
     """
     linear, request, check = call.linear, call.request, options.check
     facts, upstream = request.facts, _declared_upstream(call)
@@ -65,7 +65,7 @@ def sweep_statistics(
         values, flags, hidden_grad, sums = sweeps.sweep_blocks(
             *operands, sweep, objective, wanted, call.facts
         )
-    log_mode("one sweep")
+    log_mode(sweep.name)
     stats = assembled(
         (*values.unbind(0), *flags), request, labels, check, call.operands if check else None
     )

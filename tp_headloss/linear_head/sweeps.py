@@ -335,6 +335,7 @@ class Sweep(NamedTuple):
     tokens: int  # of a block
     one_read: Any = None  # `OneReadBlocks` of its loss, or None
     products: Callable = Products
+    name: str = "one sweep"
 
 
 def sweep_blocks(

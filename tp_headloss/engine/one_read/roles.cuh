@@ -11,7 +11,7 @@
 //   store  copies them out                                                        free
 //
 // Invariants. The code names by its number what a barrier, a fence or a __syncwarp() keeps, and
-// `tests/helpers/one_read_model.py` asserts those that can be seen without a GPU.
+// `tests/helpers/one_read_model.py` and `one_read_ring.py` assert what can be seen without a GPU.
 //   I1  Start. Barriers are initialised, and every thread has the launch's number, before any role
 //       begins.
 //   I2  Claims. A program claims items in order, one when a slot is free for it: an item that is
