@@ -555,3 +555,23 @@ def test_the_kernel_compiles_for_gpus_that_are_not_here(flags, architecture, dev
     policy = row_function([hl.PolicyGradient(), hl.KLToReference(0.1), hl.Entropy(0.1)]).source
     for rows in (None, policy):
         assert bytes(one_read_kernel.compiled(library, architecture, rows, *flags)[1:4]) == b"ELF"
+
+
+@on_hopper
+def test_memory_that_hooks_of_saved_tensors_hand_out_is_not_written_to(device):
+    """As that of a pool of an offloading trainer, which serves one call after the other."""
+    labels, pool = torch.randint(4096, (64,), device=device), {}
+    head = hl.HeadLoss(options=hl.Options(gradient="forward"))
+    parts = [torch.randn(64, 4096, device=device).bfloat16().requires_grad_() for _ in range(2)]
+
+    def unpack(x):
+        memory = pool.setdefault((x.shape, x.dtype), torch.empty_like(x))
+        return memory.copy_(x)
+
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, unpack):
+        losses = [head(x, labels).loss for x in parts]
+    for loss in losses:
+        loss.backward()
+    for x in parts:
+        (expected,) = torch.autograd.grad(head(x, labels).loss, x)
+        assert torch.allclose(x.grad, expected, rtol=2**-7, atol=0)

@@ -394,3 +394,23 @@ def test_the_last_backward_hands_over_what_the_forward_computed(options, device,
     assert not made
     for a, b, c in zip(last, kept, before):
         assert torch.equal(a, b) and torch.equal(b, c)
+
+
+def test_memory_that_hooks_of_saved_tensors_hand_out_is_not_written_to(options, device):
+    """As that of a pool of an offloading trainer, which serves one call after the other."""
+    hidden, weight, _, labels, _ = (x.to(device) for x in tensors())
+    parts = [x.clone().requires_grad_() for x in (hidden, hidden + 1)]
+    weight, pool = weight.requires_grad_(), {}
+    head, linear = hl.HeadLoss(options=options), hl.Linear("one_sweep")
+
+    def unpack(x):
+        memory = pool.setdefault((x.shape, x.dtype), torch.empty_like(x))
+        return memory.copy_(x)
+
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, unpack):
+        losses = [head.linear(x, weight, labels, linear=linear).loss for x in parts]
+    for loss in losses:
+        loss.backward()
+    for x in parts:
+        (expected,) = torch.autograd.grad(head.linear(x, weight, labels, linear=linear).loss, x)
+        assert torch.equal(x.grad, expected)

@@ -10,7 +10,7 @@ Nothing is exchanged in a backward: each rank's part of the gradient needs its o
 merged rows, which all ranks have after the forward.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -68,6 +68,11 @@ def first_derivative_only(backward):
     return wrapper
 
 
+# (False) -> the hooks of saved tensors that are set, or None. They may hand out memory of their own
+# in the backward, to which nobody else may write.
+hooks_of_saved_tensors: Callable = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
+
+
 class Statistics(torch.autograd.Function):
     """logits [N, width] sharded on V -> statistics of `layout.outputs`, with a `FusedReduction` its
     loss [] and sums.
@@ -101,6 +106,7 @@ class Statistics(torch.autograd.Function):
                 torch.autograd.graph.increment_version(tensors[0])
                 tensors[0] = found.gradient
         ctx.writes_gradient = found.gradient is not None
+        ctx.has_hooks = ctx.writes_gradient and hooks_of_saved_tensors(False) is not None
         ctx.mark_non_differentiable(*fixed)
         ctx.save_for_backward(*tensors, *saved)
         return *found.outputs, loss, sums

@@ -25,7 +25,7 @@ another:
     scale(out, x, factor, add=False)
         out (+)= x * factor, a scalar tensor
     split_gradient(out, request, merged, grads, units)
-    turn_to_fp8(out, x, factors)
+    turn_to_fp8(out, x, factors, first)
     finish_hidden(out, product, unit, large, weight)
     add_to_weight(out, large, hidden)
         the gradient of logits for products in fp8, and what these lack, see `fp8`

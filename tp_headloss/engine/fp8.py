@@ -12,7 +12,8 @@ would move equal entries, of which flat distributions are full, all in one direc
 is a hash of the column, the label and the token's statistics. So a token's bytes depend on its own
 logits alone: they are the same on any number of ranks, in any batch, and each time.
 
-Weight and hidden states become e4m3 with one power of two for all, rounded to the nearest.
+Weight and hidden states become e4m3, with one power of two for all, and are rounded in the same way:
+a mean that many rows share would move with all of them.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ GRADIENT, OPERAND = torch.float8_e5m2, torch.float8_e4m3fn
 LARGEST_GRADIENT, LARGEST_OPERAND = 57344.0, 448.0
 SMALLEST, LARGEST = 2.0**-100, 2.0**100  # of limits and scales
 ALIGNED = 16  # sizes of a product in fp8 are multiples
-ROUNDED = 21  # bits of an fp32 number after those that e5m2 keeps
+# bits of an fp32 number after those that e5m2 and e4m3 keep
+ROUNDED, ROUNDED_OPERAND = 21, 20
+# of rows, in the seeds of an operand's elements
+ROWS_APART = 0x9E3779B1
 # of a hash of 32 bits: factors of C. Wellons' "Hash Prospector"
 FIRST, SECOND, BITS = 0x2C1B3C6D, 0x297A2D39, 0xFFFFFFFF
 
@@ -121,13 +125,18 @@ def _mixed(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def dithered(x: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
-    """Nonnegative fp32 entries [n, width], each rounded up or down to 3 bits, up as often as the
-    part that is rounded away says."""
+def dithered(x: torch.Tensor, seeds: torch.Tensor, bits: int = ROUNDED) -> torch.Tensor:
+    """fp32 numbers [n, width] without so many of their last bits, each rounded towards 0 or away
+    from it, away as often as the part that is rounded away says. seeds: [n], of rows."""
     columns = torch.arange(x.shape[1], device=x.device)
-    noise = _mixed(seeds.to(torch.int64)[:, None] + columns) >> 32 - ROUNDED
-    kept = x.contiguous().view(torch.int32) + noise.to(torch.int32) & -1 << ROUNDED
-    return kept.view(torch.float32)
+    noise = _mixed(seeds.to(torch.int64)[:, None] + columns) >> 32 - bits
+    kept = x.contiguous().view(torch.int32) + noise.to(torch.int32) & -1 << bits
+    return torch.where(x.isnan(), x, kept.view(torch.float32))
+
+
+def seeds_of_rows(first: int, rows: int, device: torch.device) -> torch.Tensor:
+    """Seeds [rows] of an operand's rows, by their numbers from the first on."""
+    return (torch.arange(first, first + rows, device=device) * ROWS_APART) & BITS
 
 
 def power_of_two(x: torch.Tensor) -> torch.Tensor:

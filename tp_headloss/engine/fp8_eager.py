@@ -2,7 +2,17 @@
 
 import torch
 
-from .fp8 import GRADIENT, OPERAND, Fp8Gradient, LargeEntries, Units, dithered
+from .fp8 import (
+    GRADIENT,
+    LARGEST_OPERAND,
+    OPERAND,
+    ROUNDED_OPERAND,
+    Fp8Gradient,
+    LargeEntries,
+    Units,
+    dithered,
+    seeds_of_rows,
+)
 
 
 def split(out: Fp8Gradient, gradient: torch.Tensor, units: Units):
@@ -25,11 +35,16 @@ def split(out: Fp8Gradient, gradient: torch.Tensor, units: Units):
     out.large.counts.copy_(is_large.sum(1))
 
 
-def turn_to_fp8(out: torch.Tensor, x: torch.Tensor, factors: torch.Tensor):
-    """Write x [R, C] times factors [R] or [] into out [C, at least R], e4m3, with 0 beyond."""
+def turn_to_fp8(out: torch.Tensor, x: torch.Tensor, factors: torch.Tensor, first: int):
+    """Write x [R, C] times factors [R] or [] into out [C, at least R], e4m3, with 0 beyond.
+
+    first: number of the first row, for `dithered`.
+    """
     factors = factors[:, None] if factors.dim() else factors
+    seeds = seeds_of_rows(first, x.shape[0], x.device)
+    rounded = dithered(x.float() * factors, seeds, ROUNDED_OPERAND)
     out.zero_()
-    out[:, : x.shape[0]] = (x.float() * factors).to(OPERAND).t()
+    out[:, : x.shape[0]] = rounded.clamp(-LARGEST_OPERAND, LARGEST_OPERAND).to(OPERAND).t()
 
 
 def _dense(large: LargeEntries, width: int) -> torch.Tensor:

@@ -7,7 +7,19 @@ import triton.language as tl
 from ..statistics.family_triton import row_factors, transform
 from ..statistics.numerics_triton import LOG2_E, PTX, exp2, widen
 from .device_inputs import inputs_of
-from .fp8 import FIRST, MOST, NOWHERE, ROUNDED, SECOND, Fp8Gradient, LargeEntries, Units
+from .fp8 import (
+    FIRST,
+    LARGEST_OPERAND,
+    MOST,
+    NOWHERE,
+    ROUNDED,
+    ROUNDED_OPERAND,
+    ROWS_APART,
+    SECOND,
+    Fp8Gradient,
+    LargeEntries,
+    Units,
+)
 from .launch import (
     FP8_ENTRIES,
     FP8_GRADIENT,
@@ -22,7 +34,8 @@ from .launch import (
 from .request import Request
 
 NONE, KEPT = tl.constexpr(NOWHERE), tl.constexpr(ROUNDED)
-FACTOR, LAST = tl.constexpr(FIRST), tl.constexpr(SECOND)
+FACTOR, LAST, APART = tl.constexpr(FIRST), tl.constexpr(SECOND), tl.constexpr(ROWS_APART)
+OPERAND, MOST_OF_OPERAND = tl.constexpr(ROUNDED_OPERAND), tl.constexpr(LARGEST_OPERAND)
 CAPACITY, PLACES = tl.constexpr(MOST), tl.constexpr(next_power_of_2(MOST))
 
 
@@ -63,14 +76,21 @@ def _in_units(lane, columns, units, inputs, shift_ptr, n_rows, valid_width):
 
 
 @triton.jit
-def _dithered(entry, is_large, lane, columns, units, n_rows):
-    """Entries as `fp8.dithered` rounds them, 0 where they are large."""
+def _dithered(x, seeds, BITS: tl.constexpr):
+    """x as `fp8.dithered` rounds it. seeds: uint32 of its elements."""
+    noise = seeds * FACTOR
+    noise = (noise ^ (noise >> 15)) * LAST
+    noise = (noise ^ (noise >> 16)) >> (32 - BITS)
+    bits = x.to(tl.uint32, bitcast=True) + noise
+    return tl.where(x != x, x, ((bits >> BITS) << BITS).to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def _rounded(entry, is_large, lane, columns, units, n_rows):
+    """Entries as e5m2 has them, 0 where they are large."""
     seed = tl.load(units.seed + tl.minimum(lane, n_rows - 1))
-    x = (seed + columns).to(tl.uint32, bitcast=True) * FACTOR
-    x = (x ^ (x >> 15)) * LAST
-    noise = (x ^ (x >> 16)) >> (32 - KEPT)
-    bits = tl.where(is_large, 0.0, entry).to(tl.uint32, bitcast=True) + noise
-    return ((bits >> KEPT) << KEPT).to(tl.float32, bitcast=True)
+    seeds = (seed + columns).to(tl.uint32, bitcast=True)
+    return _dithered(tl.where(is_large, 0.0, entry), seeds, KEPT)
 
 
 @triton.jit
@@ -120,10 +140,10 @@ def split_gradient_kernel(
     d, _, large_d = _in_units(lane + 3, *given)
     mark = marks_ptr + tl.program_id(0) + tl.zeros_like(columns + lane)
     tl.store(mark, 1, mask=large_a | large_b | large_c | large_d)
-    a = _dithered(a, large_a, lane, columns, units, n_rows)
-    b = _dithered(b, large_b, lane + 1, columns, units, n_rows)
-    c = _dithered(c, large_c, lane + 2, columns, units, n_rows)
-    d = _dithered(d, large_d, lane + 3, columns, units, n_rows)
+    a = _rounded(a, large_a, lane, columns, units, n_rows)
+    b = _rounded(b, large_b, lane + 1, columns, units, n_rows)
+    c = _rounded(c, large_c, lane + 2, columns, units, n_rows)
+    d = _rounded(d, large_d, lane + 3, columns, units, n_rows)
     low, high = _two_bytes(a, b), _two_bytes(c, d)
     if out_ptr is not None:
         at = lane.to(tl.int64) * out_row + columns
@@ -166,7 +186,7 @@ def list_large_kernel(
             _store_large(lane, columns, *found, units, large)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def turn_to_fp8_kernel(
     out_ptr,  # [C, at least R] e4m3 out
     out_row,  # its stride
@@ -174,6 +194,7 @@ def turn_to_fp8_kernel(
     x_row,
     x_column,
     factors_ptr,  # [R] or [] fp32
+    first,  # number of the first row
     n_rows,
     n_columns,
     ROWWISE: tl.constexpr,
@@ -194,7 +215,9 @@ def turn_to_fp8_kernel(
         factor = tl.load(factors_ptr + row, mask=row < n_rows, other=0.0)
     else:
         factor = tl.load(factors_ptr)
-    turned = tl.trans((x * factor).to(out_ptr.dtype.element_ty))
+    seeds = (row + first).to(tl.uint32) * APART + column.to(tl.uint32)
+    x = tl.clamp(_dithered(x * factor, seeds, OPERAND), -MOST_OF_OPERAND, MOST_OF_OPERAND)
+    turned = tl.trans(x.to(out_ptr.dtype.element_ty))
     row = i + tl.arange(0, ROWS)[None, :]
     column = j + tl.arange(0, COLUMNS)[:, None]
     is_written = (row < out_row) & (column < n_columns)
@@ -329,7 +352,7 @@ def split_gradient(
     )
 
 
-def turn_to_fp8(out: torch.Tensor, x: torch.Tensor, factors: torch.Tensor):
+def turn_to_fp8(out: torch.Tensor, x: torch.Tensor, factors: torch.Tensor, first: int):
     """Write x [R, C] times factors [R] or [] into out [C, at least R], e4m3, with 0 beyond."""
     (n_columns, n_rows), rowwise = out.shape, factors.dim() == 1
     if n_rows == 0:
@@ -347,6 +370,7 @@ def turn_to_fp8(out: torch.Tensor, x: torch.Tensor, factors: torch.Tensor):
         x,
         *x.stride(),
         factors,
+        first,
         *x.shape,
         rowwise,
     )

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..engine.autograd import first_derivative_only
+from ..engine.autograd import first_derivative_only, hooks_of_saved_tensors
 from ..engine.backend import load_backend
 from ..engine.operators import can_skip_dispatch, fields_of, register, schema_of
 from ..engine.passes import kernel_gradients
@@ -216,6 +216,7 @@ class OneSweep(torch.autograd.Function):
     ):
         ctx.main_grad, ctx.upstream, ctx.backend, ctx.once = main_grad, upstream, backend, False
         ctx.types = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
+        ctx.has_hooks = hooks_of_saved_tensors(False) is not None
         ctx.save_for_backward(*found)
         ctx.set_materialize_grads(False)
         statistics = tuple([x.view_as(x) for x in statistics])
@@ -263,7 +264,8 @@ class OneSweep(torch.autograd.Function):
                 else:
                     main_grad.main_grad.view(-1)[:1].mul_(upstream)
                 out[1] = main_grad.gradient()
-            elif is_last and gradient.dtype == dtype:  # nobody asks for it again
+            elif is_last and not ctx.has_hooks and gradient.dtype == dtype:
+                # nobody asks for it again
                 # which may be written to: autograd does not take that for a change of what it saved
                 out[i] = gradient.data
                 load_backend(ctx.backend).gradient_for(out[i], upstream)

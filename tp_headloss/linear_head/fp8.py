@@ -74,7 +74,7 @@ class Fp8Products:
             self.rows = hidden.new_empty((min(sweep.tokens, n), width), dtype=GRADIENT)
             scale = operand_scale(_largest(self.weight))
             self.turned_weight = hidden.new_empty((self.depth, width), dtype=OPERAND)
-            self.backend.turn_to_fp8(self.turned_weight, self.weight, scale)
+            self.backend.turn_to_fp8(self.turned_weight, self.weight, scale, facts.start)
             self.of_weight = 1.0 / scale
         if wanted.weight is not None:
             self.columns = hidden.new_empty((width, padded(n)), dtype=GRADIENT)
@@ -118,7 +118,7 @@ class Fp8Products:
         scale = operand_scale(_largest(self.unit * _largest(self.hidden, 1)))
         shape = self.depth, self.columns.shape[1]
         hidden = self.hidden.new_empty(shape, dtype=OPERAND)
-        self.backend.turn_to_fp8(hidden, self.hidden, self.unit * scale)
+        self.backend.turn_to_fp8(hidden, self.hidden, self.unit * scale, 0)
         of_hidden, dtype = 1.0 / scale, out.dtype
         if len(self.columns) == self.width and not adds:
             _product(self.columns, hidden, of_hidden, dtype, out)

@@ -122,6 +122,7 @@ class OneRead(Way):
             gradient = without_gaps(gradient)
             load_backend(ctx.request.facts.backend).gradient_for(gradient, loss)
         else:
+            gradient = gradient.clone() if ctx.has_hooks else gradient
             count = len(ctx.needs_input_grad) - 3
             tensors = Tensors(*others[:count])
             if not ctx.completion.complete(gradient, loss, tensors, others[count:]):
