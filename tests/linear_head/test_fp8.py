@@ -379,23 +379,29 @@ def test_flat_distributions_have_no_error_in_one_direction(ids, backend, device)
     assert abs((others * of_others).sum() / (of_others**2).sum() - 1) < 1e-2
 
 
-@pytest.mark.parametrize(("mean", "std"), [(0.3, 0.1), (1.06, 0.1), (1.19, 0.1)])
-def test_means_of_operands_do_not_move(mean, std, backend, device):
+@pytest.mark.parametrize("mean", [0.3, 1.06, 1.19])
+def test_means_of_operands_do_not_move(mean, backend, device):
     """1.06 and 1.19 lie between two numbers of e4m3, which rounding to the nearest would take for
     all elements of a weight, or of hidden states, with such a mean."""
-    tokens, ids, depth = 64, 1500, 32
-    hidden = torch.randn(tokens, depth, device=device).bfloat16()
-    weight = (mean + std * torch.randn(ids, depth, device=device)).bfloat16()
+    tokens, ids, depth = 128, 800, 32
+    around = (mean + 0.02 * torch.randn(ids, depth, device=device)).bfloat16()
     labels = torch.randint(ids // 2, (tokens,), device=device)
-    for x, w in ((hidden, weight), (weight[:tokens], (weight - mean).bfloat16())):
+    hidden = torch.randn(tokens, depth, device=device).bfloat16()
+
+    def gradients_of(x, w):
         d = ((x @ w.t()).double().softmax(1) - F.one_hot(labels, ids)) / tokens
-        _, of_hidden, of_weight = gradients(
-            "cross-entropy", x.clone().requires_grad_(), w.clone().requires_grad_(), labels, backend, FP8
-        )  # fmt: skip
-        exact = d @ w.double()
-        assert (of_hidden.double() - exact).norm() < 0.05 * exact.norm()
-        others, of_others = of_weight[ids // 2 :].double(), (d.t() @ x.double())[ids // 2 :]
-        assert abs((others * of_others).sum() / (of_others**2).sum() - 1) < 1e-2
+        operands = [operand.clone().requires_grad_() for operand in (x, w)]
+        return d, *gradients("cross-entropy", *operands, labels, backend, FP8)[1:]
+
+    d, of_hidden, _ = gradients_of(hidden, around)
+    exact = d @ around.double()
+    assert (of_hidden.double() - exact).norm() < 0.4 * exact.norm()
+    d, _, of_weight = gradients_of(around[:tokens], (around - mean).bfloat16())
+    others, of_others = (
+        of_weight[ids // 2 :].double(),
+        (d.t() @ around[:tokens].double())[ids // 2 :],
+    )
+    assert abs((others * of_others).sum() / (of_others**2).sum() - 1) < 6e-3
 
 
 def test_what_it_cannot_do_is_said():
