@@ -68,14 +68,15 @@ class Linear:
             torch.nn.functional.linear, in every mode and on every device. True: statistics are made
             of unrounded fp32 sums of products, and mode "auto" takes recompute; a logit in a block,
             of "one_sweep", too, takes 6 bytes instead of 2.
-        gradients: None (default): products of dH and dW in the operands' dtype. "fp8" (experimental,
-            one sweep alone, ValueError where it cannot be): the few large entries of each token's
+        gradients: None (default): products of dH and dW in the operands' dtype. "fp8"
+            (experimental; one sweep alone): the few large entries of each token's
             gradient and its label's exactly, all others in fp8, whose products are twice as fast.
             dH and the rows of dW of labels have about the errors of bfloat16 products; rows of ids
             that are no label have random errors of some per cent of their own, small gradients. For
             bfloat16 operands without a bias, hidden sizes of multiples of 16, terms of log-probs
             and lse alone, no softcap, and GPUs of compute capability 8.9 or more (CPUs compute the
-            same, slowly). Beside a block, each logit takes a byte, and each element of the weight.
+            same, slowly); ValueError elsewhere. Beside a block, each logit takes a byte, and each
+            element of the weight.
 
     Examples:
         >>> hidden, weight, labels = (

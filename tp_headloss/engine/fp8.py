@@ -12,8 +12,8 @@ would move equal entries, of which flat distributions are full, all in one direc
 is a hash of the column, the label and the token's statistics. So a token's bytes depend on its own
 logits alone: they are the same on any number of ranks, in any batch, and each time.
 
-Weight and hidden states become e4m3, with one power of two for all, and are rounded in the same way:
-a mean that many rows share would move with all of them.
+Weight and hidden states become e4m3, with one power of two for all, and are rounded in the same
+way: a mean that many rows share would move with all of them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def padded(size: int) -> int:
 
 
 class Units(NamedTuple):
-    """Of each token [N]: its gradient in units."""
+    """Numbers [N] that say how the gradients of tokens are split, and what their units are."""
 
     unit: torch.Tensor  # fp32, what a number 1 of fp8 stands for: a power of two, with a sign
     seed: torch.Tensor  # int32, of how its entries are rounded
