@@ -483,6 +483,7 @@ def implementations(task, shard, device) -> list[Implementation]:
         "ce+kl",
         "ce+kl, temperature",
         "reverse_kl",
+        *[task.name for task in TASKS if task.extras is topk_extras and "topk" in task.name],
     ):
         options["ours, two launches"] = hl.Options(gradient="backward")
         options["ours, one read"] = hl.Options(gradient="forward")

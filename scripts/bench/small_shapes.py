@@ -120,6 +120,18 @@ def one_read(labels):
             )
             for transform in (None, hl.Transform(softcap=9.0, temperature=temperatures)):
                 head(logits, labels, transform=transform, inputs=inputs).loss.backward()
+        entries = hl.topk_log_probs(torch.randn_like(logits.detach()), 40, options=TRITON)
+        teacher = hl.TopKTeacher(entries.ids, entries.log_probs, renormalize=False)
+        terms = [
+            hl.CrossEntropy(),
+            *(hl.TopKDistillation(support=x, name=x) for x in ("topk", "tail")),
+        ]
+        head = hl.HeadLoss(
+            terms, metrics=("accuracy",), options=hl.Options("triton", gradient="forward")
+        )
+        for transform in (None, hl.Transform(softcap=9.0)):
+            given = {"transform": transform, "inputs": {"teacher": teacher}}
+            head(logits, labels, **given).loss.backward()
 
 
 @triton.jit

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from one_read_problem import entries_beside
 
 import tp_headloss as hl
 from tp_headloss.engine import passes
@@ -28,6 +29,11 @@ LOSSES = {
     "squares": ([hl.CrossEntropy(), hl.ZLoss(0.1)], ()),
     "entropy": ([hl.CrossEntropy(0.5), hl.Entropy(0.2)], ("accuracy",)),
     "total": ([hl.CrossEntropy(), hl.Term("own", StatisticValue("total"), 1e-2)], ("entropy",)),
+    "entries": ([hl.CrossEntropy(0.5), hl.TopKDistillation(support="vocabulary")], ()),
+    "a tail": (
+        [hl.Term("own", StatisticValue("tail_log_mass"), inputs=("teacher",))],
+        ("entropy",),
+    ),
 }
 
 
@@ -49,7 +55,11 @@ def forward(
     labels[1] = -100
     weight = torch.rand(ROWS, generator=generator).to(device) if weighted else None
     shard = hl.VocabShard(0, width, valid)
-    given = {"shard": shard, "token_weight": weight, "transform": transform}
+    inputs = {}
+    if any("teacher" in term.inputs for term in terms):
+        teacher = hl.TopKTeacher(*entries_beside(logits[:, :valid], 5), renormalize=False)
+        inputs = {"teacher": teacher}
+    given = {"shard": shard, "token_weight": weight, "transform": transform, "inputs": inputs}
     head = hl.HeadLoss(terms, metrics=metrics, options=hl.Options(backend="triton"))
 
     @functools.cache
@@ -57,7 +67,8 @@ def forward(
         x = logits.clone().requires_grad_()
         return torch.autograd.grad(upstream * head(x, labels, **given).loss, x)[0]
 
-    call, request = head._checked(head._given(logits, labels, shard, transform), weight, None, None)
+    what = head._given(logits, labels, shard, transform)._replace(teacher=inputs.get("teacher"))
+    call, request = head._checked(what, weight, None, inputs)
     reduction = fused_reduction(call, logits, "triton")
     merged, outputs, reduced = passes.reduced_statistics(request, reduction)
     by_name = dict(zip(request.layout.outputs, outputs))

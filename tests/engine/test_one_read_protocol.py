@@ -16,6 +16,7 @@ from one_read_problem import N, moved
 from one_read_ring import Ring
 
 import tp_headloss as hl
+from tp_headloss.engine.one_read import cuts as one_read_cuts
 from tp_headloss.engine.one_read import kernel as one_read_kernel
 from tp_headloss.engine.one_read import launch as one_read_launch
 from tp_headloss.engine.one_read import params as one_read_params
@@ -36,13 +37,20 @@ def kernel_numbers():
 
 
 @pytest.mark.parametrize(
-    "dtype, of_teacher", [(torch.bfloat16, 0), (torch.bfloat16, 1), (torch.float32, 0)]
+    "dtype, of_teacher, has_entries",
+    [
+        (torch.bfloat16, 0, False),
+        (torch.bfloat16, 1, False),
+        (torch.float32, 0, False),
+        (torch.bfloat16, 0, True),
+    ],
 )
 @pytest.mark.parametrize("vocab_size", [250, 700, 32000, 32064, 50304, 128256, 151936, 262144])
-def test_leaves_depend_on_the_vocabulary_alone(vocab_size, dtype, of_teacher):
-    chunk = canonical_chunk_size(vocab_size) // one_read_launch.columns_of_vector(dtype)
+def test_leaves_depend_on_the_vocabulary_alone(vocab_size, dtype, of_teacher, has_entries):
+    chunk = canonical_chunk_size(vocab_size) // one_read_cuts.columns_of_vector(dtype)
     matrices = 1 + of_teacher
-    all_cuts = [one_read_launch.cuts_of(chunk, 8 // ranks, of_teacher) for ranks in (1, 2, 4, 8)]
+    given = of_teacher, has_entries
+    all_cuts = [one_read_cuts.cuts_of(chunk, 8 // ranks, *given) for ranks in (1, 2, 4, 8)]
     assert len({(cuts.chunk, cuts.cuts) for cuts in all_cuts}) == 1
     for ranks, cuts in zip((1, 2, 4, 8), all_cuts):
         assert (
@@ -50,14 +58,14 @@ def test_leaves_depend_on_the_vocabulary_alone(vocab_size, dtype, of_teacher):
             and cuts.leaves & (cuts.leaves - 1) == 0
         )
         assert (
-            -(-cuts.chunk // (1 << cuts.cuts)) <= one_read_launch.LEAF
+            -(-cuts.chunk // (1 << cuts.cuts)) <= one_read_cuts.LEAF
             and cuts.leaves <= kernel_numbers()["SUM"]
         )
         assert (
-            4 <= cuts.slots <= one_read_launch.SLOTS
+            4 <= cuts.slots <= one_read_params.SLOTS
             and cuts.slots * cuts.slot_bytes <= one_read_kernel.SHARED
         )
-        assert cuts.pieces * ranks <= one_read_launch.PACKETS
+        assert cuts.pieces * ranks <= one_read_cuts.PACKETS
         bytes_of_each, rest = divmod(cuts.slot_bytes, matrices)
         assert rest == 0 and bytes_of_each % 128 == 0
         assert bytes_of_each >= 16 * cuts.chunk * cuts.leaves / (1 << cuts.cuts)
@@ -72,8 +80,8 @@ def test_a_teacher_needs_memory_for_the_rest_of_the_students_vectors(width, dtyp
     student = torch.zeros(3, 1008, dtype=torch.bfloat16)[:, :width]
     tensors = Tensors(student, teacher=torch.zeros(3, width, dtype=dtype))
     request = SimpleNamespace(tensors=tensors)
-    assert one_read_launch.obstacle_to_rows(student, False) is None
-    assert (one_read_launch.obstacle_to_teacher(request) is None) == is_readable
+    assert one_read_cuts.obstacle_to_rows(student, False) is None
+    assert (one_read_cuts.obstacle_to_teacher(request) is None) == is_readable
 
 
 def test_the_argument_and_its_callers_agree():
@@ -208,7 +216,7 @@ def test_slots_that_hold_no_whole_row_wait_for_each_other():
     assert math.isnan(rank.results[4, 0, 0])
 
 
-SLOTS = range(4, one_read_launch.SLOTS + 1)
+SLOTS = range(4, one_read_params.SLOTS + 1)
 STEP = re.compile(
     r"(?P<call>wait|arrive)\(&s\.(?P<barrier>\w+)"
     r"|mbarrier_arrive_expect_tx\(&s\.(?P<expecting>\w+)"
@@ -256,7 +264,8 @@ def ring(seed, slots, without=None):
     }
     n_items = order.choice([0, 1, 3, 12])
     ignored = [n for n in range(n_items) if order.random() < 0.2]
-    found = Ring(order, slots, n_items, turns, ignored, seed % 3 > 0, without)
+    is_written, has_entries = seed % 3 > 0, seed % 5 > 1
+    found = Ring(order, slots, n_items, turns, ignored, is_written, has_entries, without)
     found.run()
     return found
 

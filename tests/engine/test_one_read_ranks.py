@@ -16,6 +16,7 @@ from one_read_problem import (
     IN_FORWARD,
     POLICY,
     TERMS,
+    entries_beside,
     moved,
     problem,
     steps,
@@ -60,6 +61,10 @@ def _sharded(group, device, vocab_size, metrics=(), transposed=False, kind="plai
         both = hl.Distillation(0.3), hl.Distillation(0.2, "reverse_kl")
         given = {"terms": (hl.CrossEntropy(0.5), *both)}
         given["inputs"] = {"teacher": hl.Teacher(teacher, temperature=2.0)}
+    if kind == "top-K":
+        teacher = hl.TopKTeacher(*entries_beside(logits, 50), renormalize=False)
+        both = hl.TopKDistillation(0.3), hl.TopKDistillation(0.2, support="tail", name="other")
+        given = {"terms": (hl.CrossEntropy(0.5), *both), "inputs": {"teacher": teacher}}
     if kind == "policy":
         old, reference = (
             -torch.arange(40.0, device=device) / 4,
@@ -88,6 +93,7 @@ def _sharded(group, device, vocab_size, metrics=(), transposed=False, kind="plai
         (("accuracy",), "smoothing"),
         (("accuracy", "entropy"), "transformed"),
         (("accuracy",), "teacher"),
+        (("accuracy", "entropy"), "top-K"),
     ],
 )
 def test_any_number_of_ranks_has_the_same_bits(metrics, kind, vocab_size, world_size):
@@ -242,6 +248,14 @@ def _kl(teacher, log_p):
     return (log_q.exp() * (log_q - log_p)).sum(-1)
 
 
+def _topk(log_p, ids, log_tau):
+    """0.3 of the forward KL over all ids, and 0.2 of that with the tail."""
+    ids, tau = ids.long(), log_tau.exp()
+    vocab = (tau * (log_tau - log_p.gather(-1, ids))).sum(-1)
+    tail, of_teacher = log_p.scatter(-1, ids, -math.inf).logsumexp(-1), 1 - tau.sum(-1)
+    return 0.3 * vocab + 0.2 * (vocab + of_teacher * (of_teacher.log() - tail))
+
+
 K3 = hl.KLToReference(0.1, input_clamp=None, output_clamp=None)
 # terms, and their sum by float64 log-probs of all ids [N, V], of labels [N], lse [N] and inputs
 LOSSES = {
@@ -262,6 +276,14 @@ LOSSES = {
     "teacher": (
         (hl.CrossEntropy(0.5), hl.Distillation(0.5)),
         lambda log_p, log_prob, lse, inputs: 0.5 * (_kl(inputs["teacher"], log_p) - log_prob),
+    ),
+    "top-K": (
+        (
+            hl.CrossEntropy(0.5),
+            hl.TopKDistillation(0.3, support="vocabulary"),
+            hl.TopKDistillation(0.2, support="tail", name="other"),
+        ),
+        lambda log_p, log_prob, lse, inputs: _topk(log_p, **inputs) - 0.5 * log_prob,
     ),
 }
 
@@ -313,6 +335,9 @@ def _random_steps_against_float64(group, device, repeats):
             }
             if choices.random() < 0.5:
                 inputs = {"teacher": inputs["teacher"].float() * 1.01}
+        if kind == "top-K":
+            entries = entries_beside(logits, choices.choice([1, 20, 64, 128]), step)
+            inputs = dict(zip(("ids", "log_tau"), entries))
         expected, size, whole = _float64_loss(kind, logits, labels, inputs, denominator)
         shard, x = _shard(group, logits, vocab_size)
         head, x = hl.HeadLoss(list(LOSSES[kind][0]), options=IN_FORWARD), x.requires_grad_()
@@ -321,6 +346,8 @@ def _random_steps_against_float64(group, device, repeats):
             given = {
                 "inputs": {"teacher": hl.Teacher(_shard(group, inputs["teacher"], vocab_size)[1])}
             }
+        if kind == "top-K":
+            given = {"inputs": {"teacher": hl.TopKTeacher(*inputs.values(), renormalize=False)}}
         out = head(x, labels, shard=shard, denominator=denominator, **given)
         (found,) = torch.autograd.grad(out.loss, x)
         mine = whole if shard is None else whole[:, shard.start : shard.stop]
@@ -379,6 +406,7 @@ BLOCKS = {
             softcap=9.0, temperature=torch.tensor([0.7, 1.0, 0.5, 1.3, 0.8, 3.0])
         ),
     },
+    "entries": {"terms": (hl.CrossEntropy(), hl.TopKDistillation(0.5, support="tail"))},
 }
 
 
@@ -404,10 +432,13 @@ def _blocks(group, device, case):
         return {k: repeated(v) for k, v in x.items()}
 
     given = {name: moved(repeated(x), device) for name, x in given.items()}
+    if case == "entries":
+        entries = entries_beside(hidden @ weight.t(), 7)
+        given["inputs"] = {"teacher": hl.TopKTeacher(*entries, renormalize=False)}
     # blocks of 128 tokens
     linear = hl.Linear("one_sweep", budget=128 * 2 * len(columns) + 4 * columns.numel())
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("FEWEST", "NARROWEST_ALONE", "NARROWEST"):
+        for name in ("FEWEST", "NARROWEST_ALONE", "NARROWEST", "NARROWEST_OF_ENTRIES"):
             patch.setattr(one_read, name, 0)
         launch = one_read_launch.statistics_and_gradient
         counted = lambda *args, **kwargs: launches.append(1) or launch(*args, **kwargs)  # noqa: E731

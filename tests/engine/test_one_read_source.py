@@ -2,75 +2,37 @@
 languages, and the numbered invariants of its protocol."""
 
 import ctypes
-import functools
 import inspect
 import re
-import shutil
-import subprocess
-from pathlib import Path
 
 import numpy as np
 import one_read_model
 import pytest
+from node_on_host import (
+    BESIDE,
+    NO_ENTRIES,
+    NO_TEACHER,
+    NODE,
+    SCALES,
+    SOURCES,
+    TEACHER_SCALE,
+    argument,
+    bf16,
+    compiled,
+    expect_same_bits,
+    joined,
+    library,
+    needs_compiler,
+    node_of,
+    parts_and_whole,
+    pointer,
+    rows,
+    scales_of,
+    teacher_of,
+    with_teacher,
+)
 
 from tp_headloss.engine.one_read import params as one_read_params
-
-FOLDER = Path(one_read_params.__file__).parent
-HOST = Path(__file__).parents[1] / "helpers/one_read_on_host"
-SOURCES = {path.name: path.read_text() for path in (*FOLDER.glob("*.cuh"), *FOLDER.glob("*.cu"))}
-SCALES = pytest.mark.parametrize("scale", [1.0, 0.3, 1 / 0.7, 25.0])
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
-
-NODE = np.dtype(
-    [
-        ("max", "f4"),
-        ("sum", "f4"),
-        ("moment", "f4"),
-        ("total", "f4"),
-        ("count", "i4"),
-        ("index", "i4"),
-        ("teacher_max", "f4"),
-        ("teacher_sum", "f4"),
-        ("cross", "f4"),
-        ("student_sum", "f4"),
-        ("gap", "f4"),
-        ("teacher_logit", "f4"),
-    ]
-)
-NO_TEACHER = -np.inf, 0, 0
-TEACHER_SCALE, BESIDE = 0.75, 0.625  # see `Scales` in `params.cuh`
-
-
-class Scales(ctypes.Structure):
-    _fields_ = [("z", ctypes.c_float), ("u", ctypes.c_float), ("beside", ctypes.c_float)]
-
-
-def scales_of(scale):
-    return Scales(scale, TEACHER_SCALE, BESIDE)
-
-
-def compiled(folder, source, *options):
-    """Compile for the host, where `ptx.cuh` is that of the helpers. -> what the compiler says, or
-    "" if nothing."""
-    for name in ("numbers.cuh", "params.cuh", "statistics.cuh", "node.cuh"):
-        (folder / name).write_text(SOURCES[name])
-    shutil.copy(HOST / "ptx.cuh", folder)
-    (folder / "source.cpp").write_text(source)
-    command = "g++", "-std=c++20", "-ffp-contract=off", "-w", *options, "source.cpp"
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True).stderr
-
-
-def library(folder, *more_flags):
-    """The functions of `node.cpp`, compiled with every optional statistic."""
-    flags = *(f"-D{name.upper()}" for name in one_read_params.FLAGS), "-DENTROPY_TERM", "-DTEMPERED"
-    options = "-O1", "-fPIC", "-shared", "-o", "node.so"
-    assert compiled(folder, (HOST / "node.cpp").read_text(), *flags, *more_flags, *options) == ""
-    found = ctypes.CDLL(str(folder / "node.so"))
-    assert found.size_of_node() == NODE.itemsize
-    for name in ("leaf", "scale"):
-        getattr(found, name).restype = ctypes.c_float
-    found.label.restype = ctypes.c_longlong
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -81,116 +43,6 @@ def host(tmp_path_factory):
 @pytest.fixture(scope="module")
 def host_of_fp32(tmp_path_factory):
     return library(tmp_path_factory.mktemp("fp32"), "-DFLOAT32")
-
-
-def pointer(array):
-    assert array.flags.c_contiguous
-    return array.ctypes.data_as(ctypes.c_void_p)
-
-
-def argument(**fields):
-    """The kernel's argument with these fields, by reference; arrays are pointers."""
-    pointers = *one_read_params.CALLS, *one_read_params.OUTPUTS
-    found = one_read_params.Params(
-        before=1, scale=1, teacher_scale=TEACHER_SCALE, student_scale=BESIDE
-    )
-    for name, x in fields.items():
-        if name in pointers:
-            found.addresses[pointers.index(name)] = x.ctypes.data
-        else:
-            setattr(found, name, x)
-    found.fields = fields  # keeps the arrays
-    return ctypes.byref(found)
-
-
-def joined(host, a, b, scale=1.0):
-    found = np.empty_like(a)
-    host.joins(pointer(a), pointer(b), pointer(found), len(a), scales_of(scale))
-    return found
-
-
-def node_of(z, first=0, scale=1.0):
-    """The node of logits in float64, whose ids begin at `first`."""
-    z = np.asarray(z, dtype=np.float64)
-    if (z == -np.inf).all():  # or there is none
-        index = first if len(z) else 0x7FFFFFFF
-        return np.array((-np.inf, 0, 0, 0, 0, index, *NO_TEACHER, 0, 0, 0), dtype=NODE)
-    top = -np.inf if np.isnan(z).all() else np.nanmax(z)
-    with np.errstate(invalid="ignore"):
-        drop = np.where(z == -np.inf, -np.inf, scale * (z - top))
-        p, beside = np.exp(drop), np.exp(BESIDE * drop)
-        moment = np.where(z == -np.inf, 0.0, p * np.maximum(drop, -1e30)).sum()
-    index = first + int(np.argmax(z == top))
-    total = z[z != -np.inf].sum()
-    own = top, p.sum(), moment, total, (z != -np.inf).sum(), index
-    return np.array((*own, *NO_TEACHER, beside.sum(), 0, 0), dtype=NODE)
-
-
-def with_teacher(node, z, u, scale=1.0, label=None):
-    """The node with the sums of a teacher's logits u beside the logits z, in float64. label: its
-    column, of which `node` has no part."""
-    node, there, z = node.copy(), u > -np.inf, z.astype(np.float32).astype(np.float64)
-    with np.errstate(invalid="ignore", over="ignore"):
-        apart = TEACHER_SCALE * u - BESIDE * scale * z
-        if there.any():
-            q = np.exp(TEACHER_SCALE * (u - u.max()))
-            node["teacher_max"], node["teacher_sum"] = u.max(), q.sum()
-            node["cross"] = np.where(q > 1e-37, q * apart, 0).sum()
-        p = np.exp(BESIDE * scale * (z - float(node["max"])))
-        if label is not None:
-            p[label] = 0
-            node["teacher_logit"] = u[label]
-        node["gap"] = np.where(p > 1e-37, -p * apart, 0).sum()
-    return node
-
-
-def teacher_of(z):
-    """A teacher's logits beside some logits: far from them, near them, and -inf here and there."""
-    random = np.random.default_rng(len(z))
-    u = bf16(3 * random.standard_normal(len(z)) + random.choice([0, 50, -300]))
-    u[random.random(len(z)) < random.choice([0, 0.3])] = -np.inf
-    return u
-
-
-def bf16(z):
-    """Rounded to bf16, as float64."""
-    bits = np.asarray(z, dtype=np.float32).view(np.uint32)
-    return (((bits + 0x8000) >> 16) << 16).view(np.float32).astype(np.float64)
-
-
-@functools.cache
-def rows():
-    """Rows of logits in three parts, of which some are empty, -inf, far apart or huge."""
-    random = np.random.default_rng(0)
-    found = []
-    for _ in range(300):
-        scale = 10.0 ** random.uniform(-2, 4)
-        parts = []
-        for size in random.integers(0, 12, 3):
-            z = bf16(scale * random.standard_normal(size) + random.choice([0, 200, -200, 3e4]))
-            z[random.random(size) < random.choice([0, 0, 0.3, 1])] = -np.inf
-            parts.append(z)
-        found.append(parts)
-    ties = [np.array([1.0, 2.0]), np.array([2.0, 0.0]), np.array([2.0])]
-    huge = [np.array([3e38, -3e38]), np.array([-3e38]), np.array([1e30, 0.0])]
-    return [*found, ties, huge, [np.zeros(0)] * 3, [np.full(2, -np.inf)] * 3]
-
-
-def parts_and_whole(all_rows, scale=1.0):
-    """Nodes of the three parts of rows, and of the whole rows."""
-    parts = [[], [], []]
-    whole = []
-    for row in all_rows:
-        first = 0
-        for nodes, z in zip(parts, row):
-            nodes.append(node_of(z, first, scale))
-            first += len(z)
-        whole.append(node_of(np.concatenate(row), scale=scale))
-    return *(np.array(nodes, dtype=NODE) for nodes in parts), np.array(whole, dtype=NODE)
-
-
-def expect_same_bits(x, y):
-    assert x.tobytes() == y.tobytes()
 
 
 @needs_compiler
@@ -272,9 +124,9 @@ def test_a_packet_carries_a_node_the_labels_logit_and_flags(flags, is_fp32, host
 @needs_compiler
 def test_a_packet_has_come_once_all_stores_are_of_this_launch(host, host_of_fp32):
     for launch in (1, 2, 7, 0x3FFFFFFF):
-        for one, stores in ((host, 4), (host_of_fp32, 5)):
+        for one, stores in ((host, (0, 1, 2, 3)), (host_of_fp32, (0, 1, 2, 3, 6))):
             assert one.has_come(launch, -1, 0)
-            for store in range(stores):
+            for store in stores:
                 assert not one.has_come(launch, store, launch - 1)
 
 
@@ -362,7 +214,7 @@ def solved(host, z, label, scale=1.0):
     """The kernel's lse, log_prob, entropy, total, mass and whole of a row without a teacher."""
     node = node_of(np.delete(z, label), scale=scale).reshape(1)
     logit = np.array([z[label]], dtype=np.float32)
-    found = np.empty(8)
+    found = np.empty(12)
     host.solves(pointer(node), pointer(logit), pointer(found), 1, scales_of(scale))
     return found[:6]
 
@@ -425,7 +277,8 @@ def gradient(host, logits, label, node, upstream=1.0, owners=1, teacher=None, **
     return found[:-1]
 
 
-STUDENTS = [name for name in one_read_params.TERMS if name not in one_read_params.DIVERGENCES]
+TAUGHT = *one_read_params.DIVERGENCES, *one_read_params.OF_ENTRIES
+STUDENTS = [name for name in one_read_params.TERMS if name not in TAUGHT]
 
 
 def gradient_in_float64(z, label, by):
@@ -547,7 +400,7 @@ def test_gradients_through_a_softcap_agree_with_float64(by, tmp_path):
     [(3.0, 9, 9), (2.0, 4, 4), (2.0, 6, 5), (1.0, 4, 5), (-np.inf, 4, 5)],
 )
 def test_the_argmax_is_the_lowest_id_of_the_largest_logit(logit, label, expected, host):
-    node = np.array([(2.0, 1.5, 0, 3.0, 2, 5, *NO_TEACHER, 1.5, 0, 0)], dtype=NODE)
+    node = np.array([(2.0, 1.5, 0, 3.0, 2, 5, *NO_TEACHER, 1.5, 0, 0, *NO_ENTRIES)], dtype=NODE)
     labels, argmax = np.array([label]), np.empty(1, dtype=np.int64)
     hits = np.empty(1, dtype=np.uint8)
     names = "mean", "entropy", "total", "mass", "forward_kl", "reverse_kl"
@@ -626,7 +479,7 @@ def test_divergences_and_their_gradients_agree_with_float64(scale, host):
     for exact, label, u in taught_rows():
         node = node_of(np.delete(exact, label), scale=scale)
         node = with_teacher(node, exact, u, scale, label)
-        logit, values = exact[label : label + 1].astype(np.float32), np.empty(8)
+        logit, values = exact[label : label + 1].astype(np.float32), np.empty(12)
         given = pointer(node.reshape(1)), pointer(logit), pointer(values)
         host.solves(*given, 1, scales_of(scale))
         beside = BESIDE * scale * exact
@@ -676,9 +529,9 @@ def test_gradients_of_squared_divergences_agree_with_float64(name, host):
 @needs_compiler
 def test_a_teacher_without_probabilities_has_no_divergence(host):
     node = node_of([1.0, 2.0]).reshape(1)
-    logit, values = np.array([0.5], dtype=np.float32), np.empty(8)
+    logit, values = np.array([0.5], dtype=np.float32), np.empty(12)
     host.solves(pointer(node), pointer(logit), pointer(values), 1, scales_of(1.0))
-    assert np.isnan(values[6:]).all() and np.isfinite(values[:6]).all()
+    assert np.isnan(values[6:8]).all() and np.isfinite(values[:6]).all()
     for name in one_read_params.DIVERGENCES:
         logits = np.array([0.5, 1.0, 2.0])
         assert np.isnan(gradient(host, logits, 0, node, **{f"{name}_factor": 1.0})).all()

@@ -382,10 +382,18 @@ def call_statistics(case, groups):
     sum(x.sum() for x in values).backward()
 
 
+OF_ENTRIES = hl.HeadLoss(
+    [hl.CrossEntropy(), hl.TopKDistillation(support="vocabulary")], options=OPTIONS
+)
+
+
 def call_late_gradient(head, logits, labels, token_weight, denominator):
     """The backward of one read, of terms that are statistics and of a row function."""
-    given = head._given(logits, labels, None, None)
-    call, request = head._checked(given, token_weight, denominator, None)
+    inputs = {}
+    if head is OF_ENTRIES:
+        inputs = {"teacher": hl.TopKTeacher(labels[:, None], labels[:, None].float())}
+    given = head._given(logits, labels, None, None)._replace(teacher=inputs.get("teacher"))
+    call, request = head._checked(given, token_weight, denominator, inputs)
     reduction = fused_reduction(call, logits, "triton")
     row, inverse = torch.zeros(len(labels)), torch.zeros(2, dtype=torch.float64)
     merged, forecast = (
@@ -423,6 +431,7 @@ def call_head(case, groups):
         sums_triton.gradient_for(logits.grad, torch.zeros(()))
         if case.dtype == torch.bfloat16 and case.denominator is None:  # which it does not depend on
             call_late_gradient(head, logits, labels, **given)
+            call_late_gradient(OF_ENTRIES, logits, labels, **given)
         return
     hidden = torch.zeros(tokens, hidden_size, dtype=case.dtype, requires_grad=True)
     weight = torch.nn.Parameter(torch.zeros(case.width, hidden_size, dtype=case.dtype))

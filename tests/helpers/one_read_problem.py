@@ -1,6 +1,7 @@
 """Calls of one read, and of two launches beside it."""
 
 import dataclasses
+import math
 
 import torch
 
@@ -29,6 +30,15 @@ def teacher_beside(logits, seed=5):
     teacher = (logits.float().nan_to_num(neginf=-9.0) + noise).to(logits.dtype)
     teacher[2, ::3] = -torch.inf
     return teacher
+
+
+def entries_beside(logits, n_entries, seed=0):
+    """Ids and log-probs [N, K] of a top-K teacher, whose probabilities add up to 0.9."""
+    generator = torch.Generator().manual_seed(seed)
+    noise = (2 * torch.randn(logits.shape, generator=generator)).to(logits.device)
+    likely = (logits.float().nan_to_num(neginf=-9.0) + noise).topk(n_entries)
+    log_probs = likely.values.log_softmax(-1) + math.log(0.9)
+    return likely.indices, log_probs
 
 
 def steps(

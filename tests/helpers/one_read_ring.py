@@ -48,11 +48,23 @@ class Ring:
     """One launch of a program.
 
     order: random.Random. ignored: items whose token is ignored. is_written: whether gradients are.
-    without: one step of one role that is left out, as "post: arrive ready"; `steps` gathers them.
+    has_entries: whether there is a top-K teacher, of which each thread has an entry. without: one
+    step of one role that is left out, as "post: arrive ready"; `steps` gathers them.
     """
 
-    def __init__(self, order, slots, n_items, turns, ignored=(), is_written=True, without=None):
+    def __init__(
+        self,
+        order,
+        slots,
+        n_items,
+        turns,
+        ignored=(),
+        is_written=True,
+        has_entries=False,
+        without=None,
+    ):
         self.order, self.slots, self.n_items, self.turns = order, slots, n_items, turns
+        self.has_entries = has_entries
         self.ignored, self.is_written, self.without = ignored, is_written, without
         self.steps, self.clocks, self.accesses = set(), {}, collections.defaultdict(dict)
         self.items, self.packets, self.meetings = [None] * slots, set(), {}
@@ -174,7 +186,15 @@ class Ring:
         return copy
 
     def columns(self, n):
+        """Of each leaf all columns but those of entries."""
         return [("columns", n % self.slots, w) for w in range(SUM)]
+
+    def entries(self, n, w):
+        """Of a leaf the columns of each lane's entries."""
+        return [("entry", n % self.slots, w, lane) for lane in range(2)]
+
+    def all_columns(self, n):
+        return self.columns(n) + [x for w in range(SUM) for x in self.entries(n, w)]
 
     def nodes(self, n):
         return [("node", n % self.slots, w) for w in range(SUM)]
@@ -201,7 +221,7 @@ class Ring:
 
     def copy_in(self, thread, n):
         yield True
-        self.write(thread, *self.columns(n))
+        self.write(thread, *self.all_columns(n))
         yield True
         barrier = self.barriers["full"][n % self.slots]
         self.release(thread, barrier)
@@ -214,13 +234,20 @@ class Ring:
             item = self.item(thread, n)
             if item is not None and n not in self.ignored:
                 own, label = self.columns(n)[w], ("label", n % self.slots)
+                entries = self.entries(n, w)
+                if self.has_entries:
+                    self.read(thread, entries[thread.lane])
+                    self.write(thread, entries[thread.lane])
                 if thread.lane == 0 and w == n % SUM:
                     self.read(thread, own)
                     self.write(thread, own, label)
                 yield from self.syncwarp(thread, n, "other lanes read these columns")
-                self.read(thread, own)
+                self.read(thread, own, *entries)
                 if w == n % SUM:
                     self.read(thread, label)
+                if self.has_entries:
+                    yield from self.syncwarp(thread, n, "other lanes have read the leaf")
+                    self.write(thread, entries[thread.lane])
             yield from self.syncwarp(thread, n, "all lanes have read their columns")
             if thread.lane == 0:
                 if item is not None:
@@ -240,7 +267,7 @@ class Ring:
             self.read(thread, *self.nodes(n))
             if n not in self.ignored:
                 yield from self.wait(thread, "full", n)
-                self.read(thread, *self.columns(n), ("label", n % self.slots))
+                self.read(thread, *self.all_columns(n), ("label", n % self.slots))
             self.packets.add(n)
             yield True
             yield from self.syncwarp(thread, n, "all lanes have read the slot")
@@ -276,9 +303,16 @@ class Ring:
                     self.arrive(thread, "done", n)
                 return
             if self.is_written:
-                own = self.columns(n)[(w + 1) % SUM]
+                own, entries = self.columns(n)[(w + 1) % SUM], self.entries(n, (w + 1) % SUM)
+                has_entries = self.has_entries and n not in self.ignored
+                if has_entries:
+                    self.read(thread, entries[thread.lane])
+                    yield from self.syncwarp(thread, n, "before other lanes write there")
                 self.read(thread, ("factor", n % self.slots), own)
+                self.write(thread, entries[1 - thread.lane])
                 yield from self.syncwarp(thread, n, "other lanes wrote these columns")
+                if has_entries:
+                    self.write(thread, entries[thread.lane])
                 if thread.lane == 0:
                     self.write(thread, own)
             self.fence_proxy(thread)
@@ -303,5 +337,5 @@ class Ring:
 
     def copy_out(self, thread, n):
         yield True
-        self.read(thread, *self.columns(n))
+        self.read(thread, *self.all_columns(n))
         yield True

@@ -27,7 +27,6 @@ from .transports.symmetric_memory_triton import slot_to_write
 # x 128256, microseconds of the backward of sets of 1024 ids, of 64, of a top-K teacher, with its
 # tail: 4096 1243, 1030, 1100, 1186; 8192 1295, 1045, 1034, 1084; 16384 1530, 1082, -, -: what the
 # programs at work write has to stay in the cache
-# work write has to stay in the cache
 # stay in the cache
 COLUMNS = tl.constexpr(8192)
 # Tiles in a program of a softcap's gradient, which has some 200 instructions besides theirs; 32064:

@@ -110,8 +110,15 @@ def TopKDistillation(
         function = partial(
             _topk_distillation, divergence, support, outside_log_prob, temperature_squared
         )
-    name = f"topk_{divergence}" if name is None else name
-    return Term(name, function, weight, want, inputs=("teacher",), tokenwise=True)
+    return Term(
+        f"topk_{divergence}" if name is None else name,
+        function,
+        weight,
+        want,
+        inputs=("teacher",),
+        tokenwise=True,
+        pointwise=True,
+    )
 
 
 def _distillation(per_token, temperature_squared, stats, teacher):

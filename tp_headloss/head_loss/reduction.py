@@ -3,6 +3,7 @@ torch."""
 
 import torch
 
+from ..arguments.teachers import TopKTeacher
 from ..engine.autograd import TokenSums
 from ..engine.one_read.rows import NotArithmetic, RowFunction, row_function
 from ..engine.operators import can_skip_dispatch
@@ -56,7 +57,7 @@ class CallLoss:
             of_statistics is not None and of_statistics.plan.gradients is not None
         ):
             return of_statistics
-        if self._trained_inputs():
+        if self._obstacle_to_inputs():
             return of_statistics
         rows = self._rows()
         if isinstance(rows, str):
@@ -71,14 +72,20 @@ class CallLoss:
         """Return what the loss lacks where `in_one_read` is None, and what it has instead."""
         if self.obstacle:
             return self.obstacle
-        if trained := self._trained_inputs():
-            return f"inputs without a gradient, got {trained}"
-        return str(self._rows())
+        return self._obstacle_to_inputs() or str(self._rows())
 
-    def _trained_inputs(self) -> list[str]:
-        """Names of inputs that require a gradient."""
+    def _obstacle_to_inputs(self) -> str | None:
+        """Return what the inputs lack for a row function, which reads numbers alone."""
         inputs = self.call.inputs
-        return [k for k, x in inputs.items() if isinstance(x, torch.Tensor) and x.requires_grad]
+        trained = [k for k, x in inputs.items() if isinstance(x, torch.Tensor) and x.requires_grad]
+        if trained:
+            return f"inputs without a gradient, got {trained}"
+        teacher = inputs.get("teacher")
+        if not isinstance(teacher, TopKTeacher) or "tail_log_mass" not in self.call.definition.want:
+            return None
+        if teacher.renormalize or teacher.tail_log_prob is not None:
+            return "a teacher whose tail is what its entries leave, no tail_log_prob"
+        return None
 
     def _rows(self) -> RowFunction | str:
         """The terms' function of a token, or what they lack for one."""

@@ -47,8 +47,9 @@ class Term:
             function may be called with some of the tokens [n] at a time, as a one-sweep
             `HeadLoss.linear` does. A `StatisticValue` always is.
         pointwise: True promises that, and besides that the function is arithmetic on fp32 lse,
-            log_prob, entropy, total, mass, forward_kl, reverse_kl and its inputs, with constants
-            that never change (also of vocab_size). On the GPUs that `Options.gradient` names it is
+            log_prob, entropy, total, mass, forward_kl, reverse_kl, topk_forward_kl,
+            vocab_forward_kl, tail_log_mass, teacher_mass and its inputs, with constants that never
+            change (also of vocab_size). On the GPUs that `Options.gradient` names it is
             then traced once, and evaluated by the launch that reads the logits.
 
     Examples:

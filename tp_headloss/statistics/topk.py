@@ -48,6 +48,7 @@ def has_tail(want) -> bool:
 
 class TopKFamily(Family):
     statistics = gradients = FIRST + SECOND
+    in_one_read = "topk_forward_kl", "vocab_forward_kl", "tail_log_mass"
     id_list = "entries"
     narrow_gradients = TAIL
     lean_gradients = tuple(name for name in FIRST if name != "tail_entropy")

@@ -15,13 +15,15 @@ void joins(const Node* a, const Node* b, Node* x, int n, Scales scales) {
   for (int i = 0; i < n; i++) x[i] = join(a[i], b[i], scales);
 }
 
-// found: [n, 8] lse, log_prob, entropy, total, mass, whole, forward_kl, reverse_kl
+// found: [n, 12] lse, log_prob, entropy, total, mass, whole, forward_kl, reverse_kl,
+// topk_forward_kl, vocab_forward_kl, tail_log_mass, teacher_mass
 void solves(const Node* x, const float* logits, double* found, int n, Scales scales) {
-  for (int i = 0; i < n; i++, found += 8) {
+  for (int i = 0; i < n; i++, found += 12) {
     const Solved r = solve(x[i], logits[i], scales);
     found[0] = r.lse, found[1] = r.log_prob, found[2] = r.entropy;
     found[3] = r.total, found[4] = r.mass, found[5] = r.whole;
-    found[6] = r.forward_kl, found[7] = r.reverse_kl;
+    found[6] = r.forward_kl, found[7] = r.reverse_kl, found[8] = r.topk_forward_kl;
+    found[9] = r.vocab_forward_kl, found[10] = r.log_outside, found[11] = r.teacher_mass;
   }
 }
 
@@ -38,6 +40,20 @@ void gradients(const Params* q, const Node* x, float logit, double upstream, int
   const AllFactors f = factors_of(*q, 0, *x, label, scales_of_row(*q), owners, upstream, Row{});
   for (int i = 0; i < n; i++) found[i] = gradient_of(f, z[i], u[i], q->before, false, false);
   found[n] = f.own.label;
+}
+
+// Gradients of n entries of a top-K teacher. The row's node has its label.
+void gradients_of_entries(const Params* q, const Node* x, float logit, double upstream,
+                          const float* z, const float* log_tau, float* found, int n) {
+  const Value label = value_and_slope(logit, q->before);
+  const AllFactors f = factors_of(*q, 0, *x, label, scales_of_row(*q), 1, upstream, Row{});
+  for (int i = 0; i < n; i++) found[i] = gradient_of_entry(f.entry, z[i], log_tau[i], q->before);
+}
+
+// Rows' nodes with their labels, log_tau: -inf for those that are no entry.
+void with_labels(const Node* x, const float* values, const float* log_tau, Node* found, int n,
+                 Scales scales) {
+  for (int i = 0; i < n; i++) found[i] = TopK::with_label(x[i], values[i], log_tau[i], scales);
 }
 
 // A label's part of a teacher's sums.
@@ -71,6 +87,7 @@ float leaf(const float* z, const float* u, int n, Node* found, Scales scales, in
 void stores(const Params* q, const Node* x, float logit, int ignored, int bad) {
   Item item = {};
   item.target = ignored ? IGNORED_TOKEN : NOT_HERE;
+  item.scale = scale_of(*q, 0);
   auto settle = [](double v) { return (float)v; };
   Optional::store(*q, *x, logit, solve(*x, logit, scales_of_row(*q)), settle, item, bad);
 }
@@ -90,7 +107,8 @@ void no_packets(Node* found, int n) {
 // Whether a packet has come whose stores are of this launch, but one that is of another.
 int has_come(u32 launch, int other, u32 of_other) {
   Packet packet = packet_of(nothing(), 0, launch, OWNER | IGNORED);
-  uint4* stores[] = {&packet.first, &packet.second, &packet.teacher, &packet.beside, &packet.label};
+  uint4* stores[] = {&packet.first, &packet.second, &packet.teacher, &packet.beside,
+                     &packet.topk,  &packet.tail,   &packet.label};
   if (other >= 0) stores[other]->w = of_other << 2;
   return packet.has_come(launch);
 }

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from .params import DIVERGENCES, RANKS, THREADS, agreement
+from .params import DIVERGENCES, OF_ENTRIES, RANKS, THREADS, agreement
 
 FOLDER = Path(__file__).parent
 SHARED = 224 * 1024  # bytes of shared memory for all slots
@@ -144,7 +144,8 @@ class Kernel:
             self.module, self.function = ctypes.c_void_p(), ctypes.c_void_p()
             driver.cuModuleLoadData(ctypes.byref(self.module), self.image)
             driver.cuModuleGetFunction(ctypes.byref(self.function), self.module, b"one_read")
-            most = SHARED - OF_TEACHER * bool({*DIVERGENCES} & {flag.lower() for flag in flags})
+            of_teacher = {*DIVERGENCES, *OF_ENTRIES} & {flag.lower() for flag in flags}
+            most = SHARED - OF_TEACHER * bool(of_teacher)
             driver.cuFuncSetAttribute(self.function, MOST_DYNAMIC_SHARED_MEMORY, most)
         self.index, pointer = index, ctypes.c_void_p
         driver.cuLaunchKernel.argtypes = (

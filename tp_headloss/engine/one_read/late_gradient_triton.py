@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import torch
 
-from ...statistics.records_triton import Inputs, LossGradient
+from ...statistics.records_triton import Inputs, Lists, LossGradient
 from ..device_inputs import inputs_of
+from ..kernels import COLUMNS
 from ..launch import LATE_PROGRAMS, PreparedLaunch, ceil_div, dtype_key, gradient_launch, int_key
 from ..request import Request, Tensors, places_of
 from .late_kernel_triton import late_gradient_kernel
@@ -54,7 +55,9 @@ class LateGradient:
             dtype_key(weight),
             *map(int_key, strides),
         )
-        programs = min(LATE_PROGRAMS, n_rows * ceil_div(width, how.block))
+        self.lists = self.rows.gradient_lists(names)
+        columns = COLUMNS.value if self.lists else how.block
+        programs = min(LATE_PROGRAMS, n_rows * ceil_div(width, columns))
         self.launch = PreparedLaunch(late_gradient_kernel, programs, variant, how)
         self.families, self.last = (
             (hooks, self.rows.merged),
@@ -76,6 +79,12 @@ class LateGradient:
         grads = {name: (c, values[i]) if squared else (c,) for i, name, c, squared in self.terms}
         upstream = self.rows.grads(*map(grads.get, self.rows.grads._fields))
         inputs, loss = Inputs(*tensors, *self.numbers), LossGradient(loss, inverse, weight)
+        exact = Lists(
+            **{
+                name: torch.empty_like(getattr(inputs, name), dtype=gradient.dtype)
+                for name in self.lists
+            }
+        )
         self.launch(
             gradient,
             *self.strides,
@@ -83,7 +92,8 @@ class LateGradient:
             merged,
             upstream,
             loss,
-            *self.families,
+            exact,
+            self.families,
             forecast,
             *self.last,
         )

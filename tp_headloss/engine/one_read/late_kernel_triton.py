@@ -4,8 +4,7 @@ gradient comes."""
 import triton
 import triton.language as tl
 
-from ...statistics.records_triton import Lists
-from ..kernels import gradient_part
+from ..kernels import COLUMNS, gradient_part
 
 # so often in a row an upstream gradient must come to be foreseen, at most
 MOST = tl.constexpr(1023)
@@ -34,8 +33,8 @@ def late_gradient_kernel(
     # LossGradient, whose `inverse` [2] has the upstream gradient that dx was written for, NaN: for
     # none
     loss,
-    families,
-    rows,
+    exact,  # as in `gradient_kernel`
+    layout,  # families and rows, as there
     forecast_ptr,  # [4] int32 in and out, a record of `one_read.kernel.Memory`
     n_rows,
     start,
@@ -54,7 +53,9 @@ def late_gradient_kernel(
     is_written = is_something & same_bits
     if tl.program_id(0) == 0:
         _foresee(forecast_ptr, given, is_written, is_something & (same_bits == 0))
-    parts = tl.where(is_written, 0, n_rows * tl.cdiv(inputs.width, BLOCK))
+    PLAIN: tl.constexpr = exact.ids is None and exact.sets is None and exact.entries is None
+    STEP: tl.constexpr = BLOCK if PLAIN else COLUMNS
+    parts = tl.where(is_written, 0, n_rows * tl.cdiv(inputs.width, STEP))
     for program in range(tl.program_id(0), parts, tl.num_programs(0)):
         gradient_part(
             parts - 1 - program,
@@ -65,13 +66,13 @@ def late_gradient_kernel(
             merged_ptr,
             grads,
             loss,
-            Lists(),
-            families,
-            rows,
+            exact,
+            layout[0],
+            layout[1],
             n_rows,
             start,
             valid_width,
-            BLOCK,
+            STEP,
             PADDED,
             BLOCK,
         )

@@ -1,4 +1,4 @@
-"""The launch of `one_read.cu`: how rows are cut, its arguments, and what calls of one kind share.
+"""The launch of `one_read.cu`: its arguments, and what calls of one kind share.
 
 A launch has more than fifty arguments, most of them the same for all calls of a kind. `Kind` works
 these out once; a call copies the struct and fills in addresses. All outputs are allocated before
@@ -20,13 +20,21 @@ from ..backend import load_backend
 from ..reductions import FusedReduction
 from ..request import Facts, Request, Tensors, places_of
 from ..transports.symmetric_memory import find_symmetric_memory
-from .kernel import OF_TEACHER, SHARED, Memory, kernel_of, turns_on
+from .cuts import (
+    columns_of,
+    columns_of_vector,
+    cuts_of_call,
+    obstacle_to_rows,
+    obstacle_to_teacher,
+    teacher_vectors,
+    whole_vectors,
+)
+from .kernel import Memory, kernel_of, turns_on
 from .params import (
     ADDRESSES,
     DIVERGENCES,
     GIVENS,
     OUTPUTS,
-    SLOTS,
     TERMS,
     VALUES,
     Cuts,
@@ -34,47 +42,7 @@ from .params import (
     words_of,
 )
 
-# bytes of a vector; vectors of a leaf, at most; packets of a row, at most
-VECTOR, LEAF, PACKETS = 16, 320, 32
-LARGEST = 40_960  # bytes of an item
-
 _log = logging.getLogger("tp_headloss")
-
-
-@functools.lru_cache(maxsize=256)
-def cuts_of(chunk: int, chunks: int, teacher_vectors: int = 0) -> Cuts:
-    """How rows of a shard of whole chunks are cut. chunk: its vectors; teacher_vectors: of a
-    teacher, beside each of these.
-
-    An item with a teacher has fewer columns, so that a slot is as large and each of its leaves has
-    a warp.
-    """
-    matrices = 1 + teacher_vectors
-    cuts = max(-(-chunk * matrices // LEAF) - 1, 0).bit_length()
-    leaves = chunks << cuts
-    while leaves > 1 and -(-chunk * leaves // (1 << cuts)) * VECTOR * matrices > LARGEST:
-        leaves //= 2
-    size = matrices * -(-(-(-chunk * leaves // (1 << cuts)) * VECTOR) // 128) * 128
-    slots = (SHARED - OF_TEACHER * (teacher_vectors > 0)) // size
-    return Cuts(chunk, cuts, leaves, (chunks << cuts) // leaves, min(slots, SLOTS), size)
-
-
-def cuts_of_call(request: Request) -> Cuts:
-    """How rows of a call are cut."""
-    facts, x = request.facts, request.tensors
-    vectors = columns_of(request) // columns_of_vector(x.logits.dtype)
-    return cuts_of(vectors // facts.chunks, facts.chunks, teacher_vectors(x))
-
-
-def teacher_vectors(tensors: Tensors) -> int:
-    """Vectors of a teacher beside each of the student's, 0 without a teacher."""
-    student, teacher = tensors.logits, tensors.teacher
-    return 0 if teacher is None else teacher.dtype.itemsize // student.dtype.itemsize
-
-
-def columns_of_vector(dtype: torch.dtype) -> int:
-    """Columns of logits that lie in a vector."""
-    return VECTOR // dtype.itemsize
 
 
 def has_teacher(facts: Facts) -> bool:
@@ -82,59 +50,12 @@ def has_teacher(facts: Facts) -> bool:
     return not {*facts.want}.isdisjoint(DIVERGENCES)
 
 
-def columns_of(request: Request) -> int:
-    """Columns of each rank's shard but the last one's, as all ranks know them; 1 where they do
-    not."""
-    facts, shard = request.facts, request.shard
-    if shard.tp_invariant:
-        return facts.chunks * facts.chunk_size
-    return 1 if shard.padded_size is None else -(-shard.padded_size // facts.world_size)
-
-
-def obstacle_to_rows(logits: torch.Tensor, inplace: bool, columns: int | None = None) -> str | None:
-    """Return what rows [N, width] lack for a kernel that reads them where they are, a vector at a
-    time. inplace: and writes over them. columns: that it reads at a time, of vectors by default."""
-    n_rows, width = logits.shape
-    aligned = columns_of_vector(logits.dtype)
-    columns = aligned if columns is None else columns
-    stride, step = logits.stride()
-    if width == 0:
-        return None
-    is_aligned = logits.data_ptr() % VECTOR == 0 and (n_rows < 2 or stride % aligned == 0)
-    if (step != 1 and width > 1) or not is_aligned:
-        return (
-            f"rows that begin at multiples of {VECTOR} bytes, as those of a multiple of {aligned} "
-            f"columns do, got strides {list(logits.stride())}"
-        )
-    if inplace and (width % columns or not logits.is_contiguous()):
-        return f"contiguous logits of a multiple of {columns} columns for inplace=True, got {width}"
-    whole = -(-width // columns) * columns
-    end = logits.storage_offset() + (n_rows - 1) * stride + whole
-    if end * logits.element_size() > logits.untyped_storage().nbytes():
-        return f"memory behind the last row, for the rest of {columns} columns"
-    return None
-
-
-def obstacle_to_teacher(request: Request) -> str | None:
-    """Return what rows of a teacher lack for the kernel, None without a teacher."""
-    x = request.tensors
-    if x.teacher is None:
-        return None
-    return obstacle_to_rows(x.teacher, False, columns_of_vector(x.logits.dtype))
-
-
-def _whole_vectors(columns: int, dtype: torch.dtype) -> int:
-    """That many columns, or the next number of them that fills whole vectors."""
-    step = columns_of_vector(dtype)
-    return -(-columns // step) * step
-
-
 def _copy(logits: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
     """A copy that the kernel can read, for a rank whose peers' logits may need none. dtype: of the
     student's logits."""
     n_rows, width = logits.shape
     width = min(width, columns)
-    copy = logits.new_zeros((n_rows, _whole_vectors(width, dtype)))
+    copy = logits.new_zeros((n_rows, whole_vectors(width, dtype)))
     copy[:, :width] = logits[:, :width]
     return copy
 
@@ -179,6 +100,7 @@ class Rows(NamedTuple):
     teacher_stride: int
     teacher_vectors: int  # see `teacher_vectors`
     has_scales: bool  # temperatures beside a teacher are per token
+    n_entries: int  # of a top-K teacher, 0 without
     dtype: torch.dtype
     device: torch.device
     wide_labels: bool  # int64
@@ -195,6 +117,7 @@ class Rows(NamedTuple):
             0 if x.teacher is None else x.teacher.stride(0),
             teacher_vectors(x._replace(logits=logits)),
             x.scales is not None,
+            0 if x.entries is None else x.entries.shape[1],
             logits.dtype,
             logits.device,
             x.labels.dtype == torch.int64,
@@ -292,7 +215,7 @@ def _params(facts: Facts, plan, cuts: Cuts, rows: Rows, number: float) -> Params
         for name, c, squared in plan.gradients or ()
     }
     columns = columns_of_vector(rows.dtype)
-    width = _whole_vectors(min(rows.width, facts.chunks * cuts.chunk * columns), rows.dtype)
+    width = whole_vectors(min(rows.width, facts.chunks * cuts.chunk * columns), rows.dtype)
     return Params(
         coefficients=(ctypes.c_float * VALUES)(*plan.coefficients),
         n_values=len(plan.statistics),
@@ -313,8 +236,9 @@ def _params(facts: Facts, plan, cuts: Cuts, rows: Rows, number: float) -> Params
         rows=rows.n_rows,
         width=width,
         valid_width=facts.valid_width,
-        padding=(_whole_vectors(rows.width, rows.dtype) - width) // columns,
+        padding=(whole_vectors(rows.width, rows.dtype) - width) // columns,
         wide_labels=rows.wide_labels,
+        n_entries=rows.n_entries,
         **cuts._asdict(),
         ranks=facts.world_size,
     )
@@ -362,7 +286,7 @@ def statistics_and_gradient(
     forecast = None if upstream.record is None else memory.forecast(upstream.record)
     arguments = (
         *(x.logits, gradient, x.labels, weight, x.temperatures, x.teacher, x.scales),
-        *(upstream.given, forecast, divisor),
+        *(x.entries, x.entry_log_probs, upstream.given, forecast, divisor),
     )
     calls = [0 if tensor is None else tensor.data_ptr() for tensor in arguments]
     params = kind.argument(memory, calls, allocated, [given.data_ptr() for given in inputs])
@@ -403,7 +327,7 @@ def _laid_out_as(logits: torch.Tensor, gradient: torch.Tensor, inplace: bool) ->
 def _empty_gradient(logits: torch.Tensor) -> torch.Tensor:
     """Memory for a gradient whose rows have whole vectors."""
     n_rows, width = logits.shape
-    whole = _whole_vectors(width, logits.dtype)
+    whole = whole_vectors(width, logits.dtype)
     if width == whole:
         return torch.empty_like(logits, memory_format=torch.contiguous_format)
     return logits.new_empty((n_rows, whole))[:, :width]

@@ -107,17 +107,20 @@ DEVICE Node join(Node a, Node b, Scales scales) {
 //   second   moment  index  total                               tag << 2
 //   teacher  max     sum    cross                               tag << 2
 //   beside   sum     gap    the label's logit of the teacher    tag << 2
+//   topk     max     sum    cross                               tag << 2
+//   tail     max     sum    mass of the entries                 tag << 2
 //   label    logit   0      0                                   tag << 2
 // All but the first are there where somebody wants them; the last, where a logit has 32 bits. An
 // item has fewer columns than 2^16. There is no room for another number: a further store is one
 // more in WORDS, `each_store`, and `words_of` in `params.py`.
 struct Packet {
-  uint4 first, second, teacher, beside, label;
+  uint4 first, second, teacher, beside, topk, tail, label;
   // f(place, store) of each store but the first that there is.
   template <class F> DEVICE void each_store(const F& f) {
     if constexpr (HAS_SECOND) f(1, second);
     if constexpr (HAS_TEACHER) f(1 + HAS_SECOND, teacher);
     if constexpr (HAS_BESIDE) f(2 + HAS_SECOND, beside);
+    if constexpr (HAS_ENTRIES) f(FIRST_OF_ENTRIES, topk), f(FIRST_OF_ENTRIES + 1, tail);
     if constexpr (IS_FLOAT32<Bits>) f(WORDS - 1, label);
   }
   DEVICE bool has_come(u32 tag) {
@@ -131,10 +134,12 @@ struct Packet {
   }
   DEVICE bool has(u32 flag) const { return first.w & flag; }
   DEVICE Node node() const {
-    return {__uint_as_float(first.x),  __uint_as_float(first.y), __uint_as_float(second.x),
-            __uint_as_float(second.z), count(),                  (int)second.y,
-            __uint_as_float(teacher.x), __uint_as_float(teacher.y), __uint_as_float(teacher.z),
-            __uint_as_float(beside.x),  __uint_as_float(beside.y),  __uint_as_float(beside.z)};
+    auto number = [](u32 bits) { return __uint_as_float(bits); };
+    return {number(first.x),   number(first.y),   number(second.x),  number(second.z),
+            count(),           (int)second.y,     number(teacher.x), number(teacher.y),
+            number(teacher.z), number(beside.x),  number(beside.y),  number(beside.z),
+            number(topk.x),    number(topk.y),    number(tail.z),    number(topk.z),
+            number(tail.x),    number(tail.y),    -INF};
   }
 };
 // logit: the label's.
@@ -145,6 +150,8 @@ DEVICE Packet packet_of(const Node& x, Bits logit, u32 tag, u32 flags) {
           make_uint4(bits(x.moment), x.index, bits(x.total), tag << 2),
           make_uint4(bits(x.teacher_max), bits(x.teacher_sum), bits(x.cross), tag << 2),
           make_uint4(bits(x.student_sum), bits(x.gap), bits(x.teacher_logit), tag << 2),
+          make_uint4(bits(x.topk_max), bits(x.topk_sum), bits(x.topk_cross), tag << 2),
+          make_uint4(bits(x.tail_max), bits(x.tail_sum), bits(x.topk_mass), tag << 2),
           make_uint4(logit, 0, 0, tag << 2)};
 }
 
@@ -175,7 +182,8 @@ DEVICE Solved solve(Node x, float logit, Scales scales) {
 // The row once more, for a `solve` of its own.
 DEVICE Node again(Node x) {
   for (float* sum : {&x.max, &x.sum, &x.moment, &x.total, &x.teacher_max, &x.teacher_sum, &x.cross,
-                     &x.student_sum, &x.gap, &x.teacher_logit}) {
+                     &x.student_sum, &x.gap, &x.teacher_logit, &x.topk_max, &x.topk_sum,
+                     &x.topk_mass, &x.topk_cross, &x.tail_max, &x.tail_sum}) {
     make_opaque(*sum);
   }
   return x;
@@ -201,9 +209,16 @@ struct __align__(16) Factors {
 struct TeacherFactors {
   float by, at, each, own, reverse, mean, z, u, beside;
 };
+// TopK: a row's entries, whose power is relative to the largest value: as in `Factors`, and share
+// of the softmax over the entries, less tau.
+struct EntryFactors {
+  float by, at, each, slope, flat;
+  float of_share, at_share, share, tau;
+};
 struct AllFactors {
   Factors own;
   TeacherFactors teacher;
+  EntryFactors entry;
 };
 
 // The factors of a row's gradient. owners: of its label, see `owners_of`; upstream: gradient of the
@@ -242,6 +257,20 @@ DEVICE AllFactors factors_of(const Params& q, int row, Node x, Value label, Scal
   const float of_label = g.label * chain * label.slope;
   AllFactors f = {};
   f.own = {base.by, base.at, each, g.slope * LN2 * moved, g.flat * chain, of_label};
+  if constexpr (HAS_ENTRIES) {
+    const Base2 topk = base2(finite(x.topk_max), scale), tail = base2(finite(x.tail_max), scale);
+    const float share = x.topk_sum == 0.f ? 0.f : g.share / x.topk_sum;
+    f.entry = {base.by, base.at, f.own.each, f.own.slope, f.own.flat,
+               topk.by, topk.at, share * ex2(-topk.rest) * chain, g.tau * chain};
+    // All other columns are the tail, whose power may vanish beside the largest value.
+    const float drop = fmaxf(softmax.drop(x.tail_max), LOWEST_DROP);
+    const float power = ex2(drop * LOG2E), of_tail = ex2(-tail.rest) * chain;
+    const float slope = g.slope * power, over_tail = x.tail_sum == 0.f ? 0.f : g.tail / x.tail_sum;
+    f.own.by = tail.by, f.own.at = tail.at;
+    const float common = (g.each + g.slope * drop) * power + over_tail;
+    f.own.each = (common - slope * LN2 * tail.rest) * of_tail;
+    f.own.slope = slope * LN2 * of_tail;
+  }
   if constexpr (HAS_TEACHER) {
     const Base2 of_teacher = base2(finite(x.teacher_max), scales.u);
     const float a = scales.beside;
@@ -280,4 +309,15 @@ DEVICE float gradient_of(const AllFactors& all, float logit, float teacher, floa
     }
   }
   return fmaf(each, power, flat) * x.slope;
+}
+
+// That of an entry of a top-K teacher.
+DEVICE float gradient_of_entry(const EntryFactors& f, float logit, float log_tau, float before) {
+  const Value x = value_and_slope(logit, before);
+  const float t = fmaf(x.value, f.by, -f.at), share = ex2(fmaf(x.value, f.of_share, -f.at_share));
+  float each = f.each;
+  if constexpr (HAS_ENTROPY_TERM) each = fmaf(f.slope, fmaxf(t, -300.f), each);
+  const float flat = logit == -INF ? 0.f : f.flat;
+  const float of_teacher = fmaf(f.share, share, -f.tau * expf(log_tau));
+  return (fmaf(each, ex2(t), flat) + of_teacher) * x.slope;
 }

@@ -37,6 +37,21 @@ constexpr bool WANTS_REVERSE_KL = true;
 #else
 constexpr bool WANTS_REVERSE_KL = false;
 #endif
+#ifdef TOPK_FORWARD_KL
+constexpr bool WANTS_TOPK_KL = true;
+#else
+constexpr bool WANTS_TOPK_KL = false;
+#endif
+#ifdef VOCAB_FORWARD_KL
+constexpr bool WANTS_VOCAB_KL = true;
+#else
+constexpr bool WANTS_VOCAB_KL = false;
+#endif
+#ifdef TAIL_LOG_MASS
+constexpr bool WANTS_TAIL = true;
+#else
+constexpr bool WANTS_TAIL = false;
+#endif
 #ifdef TEMPERED
 constexpr bool IS_TEMPERED = true;
 #else
@@ -78,13 +93,13 @@ constexpr u32 WITHOUT_SIGN = IS_FLOAT32<Bits> ? 0x7fffffffu : 0x7fff7fffu;
 constexpr int COLUMNS = 16 / sizeof(Bits);  // of a vector of 16 bytes
 constexpr int TEACHER_VECTORS = sizeof(TeacherBits) / sizeof(Bits);  // beside each of the student's
 // Statistics that a row function has derivatives by, and those that it is given; see `params.py`.
-constexpr int SLOPES = 6, KNOWN = 7;
+constexpr int SLOPES = 9, KNOWN = 11;
 #ifdef ROWS
 constexpr bool HAS_ROWS = true;
 #else
 constexpr bool HAS_ROWS = false;
 // A row function's terms and inputs, and its result: values of the terms, and derivatives by lse,
-// log_prob, entropy, total, forward_kl and reverse_kl. See `rows.py`.
+// statistics in the order of `TERMS` in `params.py`. See `rows.py`.
 constexpr int TERMS = 0, GIVEN = 0;
 struct Row {
   float value[1], by[SLOPES];
@@ -100,16 +115,20 @@ constexpr int STORE = FIRST_GRAD + GRAD, WARPS = STORE + 1;
 // Warps that have nothing to do while the last gradients are written: post, merge and sum.
 constexpr int LAST = POST + MERGE + TEAMS * SUM;
 
-// At most: slots of the ring, ranks, sums over tokens, inputs of a row function.
-constexpr int SLOTS = 10, RANKS = 8, VALUES = 6, GIVENS = 8;
+// At most: slots of the ring, ranks, sums over tokens, inputs of a row function, entries of a top-K
+// teacher.
+constexpr int SLOTS = 10, RANKS = 8, VALUES = 6, GIVENS = 8, ENTRIES = 128;
 // Loads that a thread has under way at once.
 constexpr int TOKENS_AT_ONCE = 6, VECTORS_AT_ONCE = 4;
 // 16-byte stores of a packet: the first, one for what else the student has, one of a teacher, one
-// for what the student is beside a teacher, one for a label's logit of 32 bits.
+// for what the student is beside a teacher, two for a top-K teacher's entries and the tail, one for
+// a label's logit of 32 bits.
 constexpr bool HAS_TEACHER = WANTS_FORWARD_KL || WANTS_REVERSE_KL;
 constexpr bool HAS_SECOND = WANTS_ENTROPY || WANTS_ARGMAX || WANTS_TOTAL;
 constexpr bool HAS_BESIDE = WANTS_REVERSE_KL || IS_TEMPERED;
-constexpr int WORDS = 1 + HAS_SECOND + HAS_TEACHER + HAS_BESIDE + IS_FLOAT32<Bits>;
+constexpr bool HAS_ENTRIES = WANTS_TOPK_KL || WANTS_VOCAB_KL || WANTS_TAIL;
+constexpr int FIRST_OF_ENTRIES = 1 + HAS_SECOND + HAS_TEACHER + HAS_BESIDE;
+constexpr int WORDS = FIRST_OF_ENTRIES + 2 * HAS_ENTRIES + IS_FLOAT32<Bits>;
 // Flags of a packet: its rank has the label; the token is ignored.
 constexpr u32 OWNER = 1, IGNORED = 2;
 // Bits of a launch's number that its packets carry.

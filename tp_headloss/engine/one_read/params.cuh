@@ -10,6 +10,9 @@ struct Params {
   const float* temperatures;  // [rows] or null
   const TeacherBits* teacher;  // [rows, width] of that dtype or fp32, or null
   const float* scales;        // [2, rows] in the place of teacher_scale and student_scale, or null
+  // [rows, n_entries] ids of a top-K teacher, ascending, the largest: none; log tau; or null
+  const int* entries;
+  const float* entry_log_probs;
   // [] upstream gradient of the loss, a record of `kernel.Memory` that foresees it, or neither: 1.
   const float* upstream;
   const int* forecast;
@@ -25,6 +28,10 @@ struct Params {
   unsigned char* hits;                            // [rows] or null
   float *forward_kl, *reverse_kl;                 // [rows] each, or null
   float *student_sum, *teacher_shift, *teacher_sum, *gap;  // [rows] each, or null: merged rows
+  // [rows] each, or null: of a top-K teacher; then its merged rows
+  float *topk_forward_kl, *vocab_forward_kl, *tail_log_mass, *teacher_mass;
+  float *topk_shift, *topk_sum, *topk_mass, *topk_gap;
+  float *rest_shift, *rest_sum, *rest_mean, *inside, *outside;
   float *shift, *sum, *others, *target;           // [rows] each: merged rows
   const void* values[VALUES];  // [rows] each: what is summed over tokens, fp32 or bool
   float* found;                // [TERMS + SLOPES, rows]: values and derivatives of a row function
@@ -48,6 +55,9 @@ struct Params {
   float total_factor, total_square;
   float forward_kl_factor, forward_kl_square;
   float reverse_kl_factor, reverse_kl_square;
+  float topk_forward_kl_factor, topk_forward_kl_square;
+  float vocab_forward_kl_factor, vocab_forward_kl_square;
+  float tail_log_mass_factor, tail_log_mass_square;
   float coefficients[VALUES];  // of the values' sums in the loss
   // Before and after the tanh of a softcap, or the logits' scale; the latter is divided by the
   // temperature, if that is one number.
@@ -59,6 +69,7 @@ struct Params {
   int rows, width, valid_width;   // width: columns that are read, a multiple of COLUMNS
   int padding;                    // vectors of columns after them, whose gradient is 0
   int wide_labels;
+  int n_entries;
   int chunk, cuts;     // of a chunk: vectors, and log2 of its leaves
   int leaves, pieces;  // of an item; of a row
   int slots, slot_bytes;

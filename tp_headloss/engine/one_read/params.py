@@ -12,14 +12,20 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 # Statistics that a kernel is compiled with, in capitals.
-FLAGS = "entropy", "argmax", "total", "forward_kl", "reverse_kl"
 DIVERGENCES = "forward_kl", "reverse_kl"  # from a teacher whose logits are read, too
+OF_ENTRIES = "topk_forward_kl", "vocab_forward_kl", "tail_log_mass"  # of a top-K teacher
+FLAGS = "entropy", "argmax", "total", *DIVERGENCES, *OF_ENTRIES
 # Statistics of a loss that one launch computes.
-TERMS = "lse", "log_prob", "entropy", "total", "forward_kl", "reverse_kl"
-KNOWN = *TERMS, "mass"  # statistics that a row function is given, in the order of `row_of`
+TERMS = "lse", "log_prob", "entropy", "total", *DIVERGENCES, *OF_ENTRIES
+KNOWN = (
+    *TERMS,
+    "mass",
+    "teacher_mass",
+)  # statistics that a row function is given, in the order of `row_of`
 
 RANKS, THREADS = 8, 1024  # ranks, at most, and threads of a program
-SLOTS, VALUES, GIVENS = 10, 6, 8  # slots, values that are summed, inputs of a row function, at most
+# slots, values that are summed, inputs of a row function, entries of a token, at most
+SLOTS, VALUES, GIVENS, ENTRIES = 10, 6, 8, 128
 
 
 class Cuts(NamedTuple):
@@ -43,6 +49,8 @@ CALLS = (
     "temperatures",
     "teacher",
     "scales",
+    "entries",
+    "entry_log_probs",
     "upstream",
     "forecast",
     "denominator",
@@ -68,6 +76,19 @@ OUTPUTS = (
     "teacher_shift",
     "teacher_sum",
     "gap",
+    "topk_forward_kl",
+    "vocab_forward_kl",
+    "tail_log_mass",
+    "teacher_mass",
+    "topk_shift",
+    "topk_sum",
+    "topk_mass",
+    "topk_gap",
+    "rest_shift",
+    "rest_sum",
+    "rest_mean",
+    "inside",
+    "outside",
     "shift",
     "sum",
     "others",
@@ -106,6 +127,7 @@ NUMBERS: dict[str, Any] = {
     "valid_width": ctypes.c_int,
     "padding": ctypes.c_int,
     "wide_labels": ctypes.c_int,
+    "n_entries": ctypes.c_int,
     **dict.fromkeys(Cuts._fields, ctypes.c_int),
     "ranks": ctypes.c_int,
 }
@@ -144,9 +166,11 @@ template <class A, decltype(sizeof(0)) N> constexpr int POINTERS<A* [N]> = N;
 def words_of(want: Iterable[str], is_tempered: bool, is_float32: bool) -> int:
     """16-byte stores of a packet in calls that want these optional statistics. is_tempered: the
     student has another temperature beside a teacher. is_float32: the logits are fp32."""
-    divergences = {*want} & {*DIVERGENCES}
-    has_others, is_beside = divergences < {*want}, is_tempered or "reverse_kl" in divergences
-    return 1 + has_others + (1 + is_beside if divergences else 0) + is_float32
+    divergences, of_entries = {*want} & {*DIVERGENCES}, {*want} & {*OF_ENTRIES}
+    has_others = divergences | of_entries < {*want}
+    is_beside = is_tempered or "reverse_kl" in divergences
+    stores = 1 + has_others + (1 + is_beside if divergences else 0)
+    return stores + (2 if of_entries else 0) + is_float32
 
 
 def agreement(*flags: str) -> str:
@@ -162,6 +186,7 @@ def agreement(*flags: str) -> str:
         "RANKS": RANKS,
         "VALUES": VALUES,
         "GIVENS": GIVENS,
+        "ENTRIES": ENTRIES,
         "SLOPES": len(TERMS),
         "KNOWN": len(KNOWN),
         "WORDS": words_of(want, "TEMPERED" in flags, "FLOAT32" in flags),

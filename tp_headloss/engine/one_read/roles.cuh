@@ -4,7 +4,8 @@
 // slot of a ring in shared memory, while the roles follow each other; a slot has five barriers:
 //   role   what it does                                                           what it ends
 //   load   claims the next item once a slot is free, and copies the logits in     full
-//   sum    maximum and sum of exponentials of leaves, the label left out          stat
+//   sum    maximum and sum of exponentials of leaves, the label left out, and     stat
+//          of a top-K teacher's entries, which it puts back
 //   post   joins the nodes, looks for the argmax, sends a packet to every rank    ready, with merge
 //   merge  waits for all packets of the row, joins them, stores statistics        ready
 //   grad   writes gradients over the logits                                       done
@@ -48,15 +49,22 @@
 
 // A node in shared memory, where what has to do with a teacher takes room in such calls alone.
 struct KeptNode {
-  u32 words[HAS_BESIDE ? 12 : HAS_TEACHER ? 9 : 6];
-  DEVICE void keep(const Node& x) { memcpy(words, &x, sizeof(words)); }
+  static constexpr int FIRST = HAS_BESIDE ? 12 : HAS_TEACHER ? 9 : 6;
+  static constexpr int OF_ENTRIES = HAS_ENTRIES ? 6 : 0;
+  u32 words[FIRST + OF_ENTRIES];
+  DEVICE void keep(const Node& x) {
+    memcpy(words, &x, 4 * FIRST);
+    if constexpr (HAS_ENTRIES) memcpy(words + FIRST, &x.topk_max, 4 * OF_ENTRIES);
+  }
   DEVICE Node kept() const {
     Node x = nothing();
-    memcpy(&x, words, sizeof(words));
+    memcpy(&x, words, 4 * FIRST);
+    if constexpr (HAS_ENTRIES) memcpy(&x.topk_max, words + FIRST, 4 * OF_ENTRIES);
     return x;
   }
 };
-static_assert(sizeof(Node) == 12 * sizeof(u32));
+static_assert(sizeof(Node) == 19 * sizeof(u32));
+constexpr int ENTRY_SLOTS = HAS_ENTRIES ? SLOTS : 1;
 constexpr int TEACHER_SLOTS = HAS_TEACHER ? SLOTS : 1;
 
 struct Shared {
@@ -65,6 +73,7 @@ struct Shared {
   __align__(8) KeptNode node[SLOTS][SUM];
   Factors factor[SLOTS];
   TeacherFactors teacher_factor[TEACHER_SLOTS];
+  EntryFactors entry_factor[ENTRY_SLOTS];
   Bits logit[SLOTS];  // the label's
   TeacherBits teacher_logit[TEACHER_SLOTS];
   double counted[GRAD];
@@ -72,7 +81,7 @@ struct Shared {
 };
 // The slots take the rest of 227 KiB, see `cuts_of`. A number more in a node costs
 // SLOTS * SUM * 4 = 320 bytes.
-static_assert(sizeof(Shared) <= (HAS_BESIDE ? 5376 : HAS_TEACHER ? 4480 : 3072));
+static_assert(sizeof(Shared) <= (HAS_BESIDE || HAS_ENTRIES ? 5376 : HAS_TEACHER ? 4480 : 3072));
 
 constexpr u64 STUCK = 4000000000000;  // ns, longer than any timeout: a bug ends, too
 
@@ -146,6 +155,12 @@ DEVICE void load(const Params& q, Program& p) {
     const i64 soon = min(row + (int)gridDim.x / q.pieces, q.rows - 1);
     prefetch_l1((const char*)q.labels + (soon << (q.wide_labels ? 3 : 2)));
     if (q.temperatures) prefetch_l1(q.temperatures + soon);
+    if constexpr (HAS_ENTRIES) {
+      for (int k = 0; k < q.n_entries; k += 32) {
+        prefetch_l1(q.entries + soon * q.n_entries + k);
+        prefetch_l1(q.entry_log_probs + soon * q.n_entries + k);
+      }
+    }
     const i64 first_column = (i64)COLUMNS * first;
     const i64 label = label_of(q, row), place = label - q.start - first_column;
     const bool ignored = label == q.ignore_index, is_here = place >= 0 && place < valid;
@@ -169,8 +184,22 @@ DEVICE void load(const Params& q, Program& p) {
 
 // -- sum ------------------------------------------------------------------------------------------
 
-// The node of one of an item's leaves. Its label and gaps are made -inf before; a teacher's sums
-// have the label again after.
+// Make entries -inf; and what they were.
+DEVICE void leave_out(const LaneEntries& x, Bits* columns) {
+#pragma unroll
+  for (int k = 0; k < LANE_ENTRIES; k++) {
+    if (x.column[k] != NOT_HERE) columns[x.column[k]] = (Bits)LOWEST<Bits>;
+  }
+}
+DEVICE void put_back(const LaneEntries& x, Bits* columns) {
+#pragma unroll
+  for (int k = 0; k < LANE_ENTRIES; k++) {
+    if (x.column[k] != NOT_HERE) columns[x.column[k]] = x.logit[k];
+  }
+}
+
+// The node of one of an item's leaves. Its label and gaps are made -inf before, and so are a top-K
+// teacher's entries, whose node joins it after; a teacher's sums have the label again after.
 DEVICE Node sum_leaf(const Params& q, const Program& p, const Item& item, int leaf_of_item) {
   const int first = item.piece * q.leaves, from = begin_of_leaf(q, first);
   const int begin = min(begin_of_leaf(q, first + leaf_of_item) - from, item.vectors);
@@ -180,6 +209,11 @@ DEVICE Node sum_leaf(const Params& q, const Program& p, const Item& item, int le
   Bits* columns = p.columns(q);
   TeacherBits* teacher = p.teacher_columns(q);
   if constexpr (HAS_SOFTCAP) lift(shared_address(columns), begin, end, p.lane);
+  LaneEntries entries;
+  if constexpr (HAS_ENTRIES) {
+    entries = lane_entries(q, item, columns, begin, end, p.lane);
+    leave_out(entries, columns);
+  }
   if (p.lane == 0 && has_label) {
     p.s.logit[p.slot] = columns[item.target];
     columns[item.target] = (Bits)LOWEST<Bits>;
@@ -199,6 +233,12 @@ DEVICE Node sum_leaf(const Params& q, const Program& p, const Item& item, int le
       const float value = value_of(logit_of(p.s.logit[p.slot]), q.before);
       x = join(x, Divergences::label(value, logit_of(p.s.teacher_logit[p.slot]), scales), scales);
     }
+  }
+  if constexpr (HAS_ENTRIES) {
+    x.tail_max = x.max, x.tail_sum = x.sum;
+    x = join(x, node_of_entries(entries, q.before, scales), scales);
+    __syncwarp();  // I4: other lanes have read the leaf
+    put_back(entries, columns);
   }
   return x;
 }
@@ -315,7 +355,8 @@ DEVICE Given spread(float given) {
 DEVICE Row row_of(const Params& q, const Solved& r, const Given& given) {
   float known[KNOWN + GIVEN + TERMS] = {(float)r.lse, (float)r.log_prob, (float)r.entropy,
                                         (float)r.total, (float)r.forward_kl, (float)r.reverse_kl,
-                                        (float)r.mass};
+                                        r.topk_forward_kl, r.vocab_forward_kl,
+                                        r.log_outside, (float)r.mass, r.teacher_mass};
   for (int k = 0; k < GIVEN; k++) known[KNOWN + k] = given.x[k];
   for (int k = 0; k < TERMS; k++) known[KNOWN + GIVEN + k] = q.coefficients[k];
   return row_function(known);
@@ -329,6 +370,12 @@ DEVICE double divisor_of(const Params& q, Program& p) {
     for (int k = 0; k < GRAD; k++) divisor += p.s.counted[k];
   }
   return divisor;
+}
+
+// Whether the merge of this item stores its row's statistics, which takes longer than all else that
+// it does: one of the row's pieces, not always the same, so that each program has its share.
+DEVICE bool is_finished_by(const Params& q, const Item& item) {
+  return item.piece == (int)((item.row * 0x9e3779b1u >> 16) % q.pieces);
 }
 
 DEVICE void merge(const Params& q, Program& p) {
@@ -349,6 +396,8 @@ DEVICE void merge(const Params& q, Program& p) {
     }
     // while packets are under way
     const float given = p.lane < GIVEN ? q.given[min(p.lane, GIVENS - 1)][item.row] : 0.f;
+    float log_tau = -INF;
+    if constexpr (HAS_ENTRIES) log_tau = log_tau_of_label(q, item.row, p.lane);
     const Packet packet = receive(q, p, item.row);
     wait(&s.stat[p.slot], p.phase);  // I9
     const int own_packet = (int)q.rank * q.pieces + item.piece;
@@ -361,6 +410,7 @@ DEVICE void merge(const Params& q, Program& p) {
     const Value label = value_and_slope(raw, q.before);
     const float logit = label.value;
     if (HAS_TEACHER && item.target >= 0) x.teacher_logit = logit_of(s.teacher_logit[p.slot]);
+    if constexpr (HAS_ENTRIES) x = TopK::with_label(x, logit, log_tau, scales);
     const Given inputs = spread(given);
     Row row = {};
     if constexpr (HAS_ROWS) row = row_of(q, solve(x, logit, scales), inputs);
@@ -370,9 +420,10 @@ DEVICE void merge(const Params& q, Program& p) {
       const AllFactors f = factors_of(q, item.row, x, label, scales, owners, over_divisor, row);
       s.factor[p.slot] = f.own;
       if constexpr (HAS_TEACHER) s.teacher_factor[p.slot] = f.teacher;
+      if constexpr (HAS_ENTRIES) s.entry_factor[p.slot] = f.entry;
       s.factor[p.slot].is_plain = count == item.valid - (item.target >= 0);
       arrive(&s.ready[p.slot]);  // I4, I9
-      if (item.piece == 0) {
+      if (is_finished_by(q, item)) {
         // A row function has solved it, of which the compiler keeps what derivatives need: the rest
         // waits until here, and the gradient does not wait for it.
         const Solved solved = solve(HAS_ROWS ? again(x) : x, logit, scales);
@@ -388,6 +439,16 @@ DEVICE void merge(const Params& q, Program& p) {
 }
 
 // -- grad -----------------------------------------------------------------------------------------
+
+DEVICE void write_entries(const EntryFactors& f, const LaneEntries& x, Bits* columns,
+                          float before) {
+#pragma unroll
+  for (int k = 0; k < LANE_ENTRIES; k++) {
+    if (x.column[k] == NOT_HERE) continue;
+    const float gradient = gradient_of_entry(f, logit_of(x.logit[k]), x.log_tau[k], before);
+    columns[x.column[k]] = bits_of(gradient);
+  }
+}
 
 // Write the gradient over a warp's part of an item, the vectors from `begin` to `end`.
 DEVICE void write_gradient(const Params& q, const Program& p, const Item& item, int begin,
@@ -406,7 +467,12 @@ DEVICE void write_gradient(const Params& q, const Program& p, const Item& item, 
     }
     return vector_of(found);
   };
+  LaneEntries entries;
   if (!item.ignored()) {
+    if constexpr (HAS_ENTRIES) {
+      entries = lane_entries(q, item, columns, begin, end, p.lane);
+      __syncwarp();  // I4: before other lanes write there
+    }
     each_vector(at.own, begin, end, p.lane, q.before, [&](int v, const uint4& r, bool all_near) {
       const TeacherVector t = of_teacher(at, v);
       const uint4 x =
@@ -421,6 +487,9 @@ DEVICE void write_gradient(const Params& q, const Program& p, const Item& item, 
   __syncwarp();  // I4: other lanes wrote these columns
   for (int c = max(item.valid, COLUMNS * begin) + p.lane; c < COLUMNS * end; c += 32) {
     columns[c] = 0;
+  }
+  if constexpr (HAS_ENTRIES) {
+    if (!item.ignored()) write_entries(p.s.entry_factor[p.slot], entries, columns, q.before);
   }
   const bool has_label = item.target >= COLUMNS * begin && item.target < COLUMNS * end;
   if (p.lane == 0 && has_label) columns[item.target] = bits_of(f.own.label);

@@ -99,6 +99,7 @@ OPERATIONS = {
     **dict.fromkeys(("bitwise_not.default", "logical_not.default"), _of_bools("!{0}", 1)),
     **dict.fromkeys(("where.self", "where.ScalarOther", "where.ScalarSelf"), CHOICE),
     **dict.fromkeys(("masked_fill.Scalar", "masked_fill.Tensor"), FILL),
+    "threshold.default": Operation(("fnn",), "({0} <= {1} ? (float){2} : {0})"),
     "clamp_min.default": Operation(("fn",), AT_LEAST),
     "clamp_max.default": Operation(("fn",), AT_MOST),
     **dict.fromkeys(("clamp_min.Tensor", "maximum.default"), Operation(("ff",), AT_LEAST)),
@@ -141,9 +142,12 @@ class RowFunction(NamedTuple):
 
 
 class TeacherOfToken(NamedTuple):
-    """The part of a `Teacher` that terms of a row function may read, a number per token."""
+    """The part of a `Teacher` or `TopKTeacher` that terms of a row function may read, a number per
+    token. The tail of the latter is what its entries leave: others have no row function."""
 
     student_temperature_or_default: torch.Tensor
+    renormalize: bool = False
+    tail_log_prob: None = None
 
 
 class NotArithmetic(Exception):
@@ -188,6 +192,10 @@ def row_function(terms, vocab_size: int = 0) -> RowFunction:
             graph = make_fx(traced)(*torch.zeros(count, 2).unbind(0)).graph
         source = _source(graph, len(terms), inputs)
     except (TypeError, AttributeError, RuntimeError, ValueError) as error:
+        unknown = {name for term in terms for name in term.want} - {*STATISTICS}
+        if unknown:
+            text = f"no statistics but {list(STATISTICS)}, got {sorted(unknown)}"
+            raise NotArithmetic(text) from error
         raise NotArithmetic.found(f"{type(error).__name__}: {error}") from error
     return RowFunction(source, len(terms), inputs, used[SLOPES.index("entropy")])
 

@@ -26,9 +26,14 @@ struct Node {
   // And without the label's: sum of p = exp(z' - max z'), sum of p (z' - u).
   float student_sum, gap;
   float teacher_logit;  // of the label; 0 where it is not
+  // TopK: of the entries and of all other columns, the tail, their own maximum and sum; and the
+  // entries' sums of tau and of tau (log tau - scale * (value - topk_max)).
+  float topk_max, topk_sum, topk_mass, topk_cross, tail_max, tail_sum;
+  float label_log_tau;  // -inf where the label is no entry, or not known yet
 };
 DEVICE Node nothing() {
-  return {-INF, 0.f, 0.f, 0.f, 0, NO_INDEX, -INF, 0.f, 0.f, 0.f, 0.f, 0.f};
+  return {-INF, 0.f, 0.f, 0.f, 0,   NO_INDEX, -INF, 0.f, 0.f, 0.f,
+          0.f,  0.f, -INF, 0.f, 0.f, 0.f,     -INF, 0.f, -INF};
 }
 DEVICE float finite(float max) { return max == -INF ? 0.f : max; }
 
@@ -87,6 +92,8 @@ struct Solved {
   double total, mass;    // Total: over all logits above -inf, and how many these are
   // Divergences: the largest u; the sum of p, relative to the largest z', and the mean of z' - u.
   double teacher_top, student_sum, gap, forward_kl, reverse_kl;
+  // TopK: logs of the student's probabilities of the entries and of the tail.
+  float log_inside, log_outside, topk_forward_kl, vocab_forward_kl, teacher_mass;
 };
 
 // A row's softmax in float32, from which its gradient's factors come; as `Solved`.
@@ -106,6 +113,9 @@ struct Softmax {
 struct Slopes {
   float each, slope, flat, label;
   float teacher, beside, reverse, mean;
+  // TopK: and of an entry share times its softmax over the entries, less tau times its probability;
+  // of any other column tail times its softmax over the tail.
+  float share, tau, tail;
 };
 
 // The steps of an optional statistic. Each hides those that it has; the others do nothing.
@@ -443,6 +453,146 @@ struct Divergences : Statistic {
   }
 };
 
+// A top-K teacher's entries tau, beside the student's softmax over the entries, and the tail, all
+// columns that are none; as in `topk.py`.
+struct TopK : Statistic {
+  // tau * value, where the value may be infinite.
+  DEVICE static float weighed(float tau, float value) { return tau == 0.f ? 0.f : tau * value; }
+  DEVICE static float cross_of(float tau, float log_tau, float drop) {
+    return weighed(tau, log_tau - drop);
+  }
+
+  DEVICE static void join(Node& x, const Node& a, const Node& b, Drop, Drop, Scales scales) {
+    auto drop_to = [&](float max, float shift) {
+      return __fmul_rn(__fsub_rn(max, finite(shift)), scales.z);
+    };
+    auto moved = [&](float sum, float drop) { return __fmul_rn(sum, ex2(__fmul_rn(drop, LOG2E))); };
+    x.topk_max = fmaxf(a.topk_max, b.topk_max);
+    const float left = drop_to(a.topk_max, x.topk_max), right = drop_to(b.topk_max, x.topk_max);
+    x.topk_sum = __fadd_rn(moved(a.topk_sum, left), moved(b.topk_sum, right));
+    x.topk_mass = __fadd_rn(a.topk_mass, b.topk_mass);
+    x.topk_cross = __fadd_rn(__fsub_rn(a.topk_cross, weighed(a.topk_mass, left)),
+                             __fsub_rn(b.topk_cross, weighed(b.topk_mass, right)));
+    x.tail_max = fmaxf(a.tail_max, b.tail_max);
+    x.tail_sum = __fadd_rn(moved(a.tail_sum, drop_to(a.tail_max, x.tail_max)),
+                           moved(b.tail_sum, drop_to(b.tail_max, x.tail_max)));
+  }
+  DEVICE static void copy_lane(Node& x, const Node& from, int d) {
+    x.topk_max = __shfl_xor_sync(~0u, from.topk_max, d);
+    x.topk_sum = __shfl_xor_sync(~0u, from.topk_sum, d);
+    x.topk_mass = __shfl_xor_sync(~0u, from.topk_mass, d);
+    x.topk_cross = __shfl_xor_sync(~0u, from.topk_cross, d);
+    x.tail_max = __shfl_xor_sync(~0u, from.tail_max, d);
+    x.tail_sum = __shfl_xor_sync(~0u, from.tail_sum, d);
+  }
+
+  // A row with its label, which all leaves leave out, among the entries or in the tail.
+  DEVICE static Node with_label(const Node& x, float value, float log_tau, Scales scales) {
+    Node label = nothing();
+    const bool is_there = value > -INF, is_entry = log_tau != -INF;
+    if (is_entry) {
+      const float tau = expf(log_tau);
+      label.topk_max = value;
+      label.topk_sum = 1.f;  // a join takes none of it where the logit is -inf
+      label.topk_mass = tau;
+      label.topk_cross = cross_of(tau, log_tau, is_there ? 0.f : -INF);
+    } else {
+      label.tail_max = value;
+      label.tail_sum = 1.f;
+    }
+    Node found = x;
+    join(found, x, label, Drop(), Drop(), scales);
+    found.label_log_tau = log_tau;
+    return found;
+  }
+
+  // A divergence that rounding has made smaller than it can be; where the student gives no
+  // probability to the entries it is infinite, and without entries 0.
+  DEVICE static float at_entries(const Node& x, float value, float least) {
+    if (x.topk_mass == 0.f) return 0.f;
+    return x.topk_sum == 0.f ? INF : value < least ? least : value;
+  }
+  // In float32, as its sums are: in float64 a merge warp would take twice the time for a row.
+  DEVICE static void solve(Solved& r, const Node& x, float, Scales scales) {
+    const float mass = x.topk_mass, log_sum = logf(x.topk_sum);
+    const float apart = (x.topk_max - x.tail_max) * scales.z + (log_sum - logf(x.tail_sum));
+    const float less = log1pf(expf(-fabsf(apart)));
+    r.log_inside = -(less + (apart < 0.f ? -apart : 0.f));
+    r.log_outside = -(less + (apart > 0.f ? apart : 0.f));
+    const float least = mass * logf(mass);
+    r.teacher_mass = mass;
+    r.topk_forward_kl = at_entries(x, x.topk_cross + mass * log_sum, least);
+    r.vocab_forward_kl = at_entries(x, x.topk_cross + mass * (log_sum - r.log_inside), least);
+  }
+  // factor + square * value, and a row function's derivative.
+  DEVICE static float by(float factor, float square, float value, float of_row) {
+    return (square == 0.f ? factor : fmaf(square, value, factor)) + of_row;
+  }
+  DEVICE static void differentiate(Slopes& g, const Params& q, const Row& row, const Node& x,
+                                   const Softmax& softmax, float factor) {
+    auto part = [&](float max, float sum) {
+      return sum == 0.f ? 0.f : sum * ex2(softmax.drop(max) * LOG2E) / softmax.whole;
+    };
+    const float inside = part(x.topk_max, x.topk_sum), outside = part(x.tail_max, x.tail_sum);
+    const float mass = x.topk_mass, kl = x.topk_cross + weighed(mass, logf(x.topk_sum));
+    float topk = 0.f, vocab = 0.f, tail = 0.f;
+    if constexpr (WANTS_TOPK_KL) {
+      topk = by(q.topk_forward_kl_factor, q.topk_forward_kl_square, kl, row.by[6]) * factor;
+    }
+    if constexpr (WANTS_VOCAB_KL) {
+      const float value = kl - weighed(mass, logf(inside));
+      vocab = by(q.vocab_forward_kl_factor, q.vocab_forward_kl_square, value, row.by[7]) * factor;
+    }
+    if constexpr (WANTS_TAIL) {
+      tail = by(q.tail_log_mass_factor, q.tail_log_mass_square, logf(outside), row.by[8]) * factor;
+    }
+    g.tau = topk + vocab;
+    g.share = topk == 0.f ? 0.f : topk * mass;
+    g.tail = tail == 0.f ? 0.f : tail * inside;
+    if (vocab != 0.f) g.share += vocab * mass * inside, g.tail += vocab * mass * outside;
+    if (tail != 0.f) g.share -= tail * inside;
+    const bool is_entry = x.label_log_tau != -INF;
+    const float max = is_entry ? x.topk_max : x.tail_max;
+    const float sum = is_entry ? x.topk_sum : x.tail_sum;
+    const float drop = (softmax.logit - finite(max)) * softmax.scales.z;
+    const float share = sum == 0.f ? 0.f : ex2(drop * LOG2E) / sum;
+    g.label += (is_entry ? g.share : g.tail) * share;
+    if (is_entry) g.label -= g.tau * expf(x.label_log_tau);
+  }
+  template <class Settle>
+  DEVICE static void store(const Params& q, const Node& x, float, const Solved& r,
+                           const Settle& settle, const Item& item, bool) {
+    const int row = item.row;
+    const double scale = item.scale, nothing = r.teacher_mass == r.teacher_mass ? 0.0 : NONE;
+    auto put = [&](float* to, double value) {
+      if (to) to[row] = settle(value + nothing);
+    };
+    // A maximum of z, and a sum relative to it, which is moved by the maximum's rounding.
+    auto put_sum = [&](float* shift, float* sum, double top, double value) {
+      if (!sum) return;
+      const double moved = top - (double)(float)top;
+      put(shift, top);
+      put(sum, moved == 0.0 || moved != moved ? value : value * exp(moved));
+    };
+    put(q.topk_forward_kl, r.topk_forward_kl);
+    put(q.vocab_forward_kl, r.vocab_forward_kl);
+    put(q.tail_log_mass, r.log_outside);
+    put(q.teacher_mass, r.teacher_mass);
+    put_sum(q.topk_shift, q.topk_sum, x.topk_max * scale, x.topk_sum);
+    put(q.topk_mass, r.teacher_mass);
+    put(q.topk_gap, 0.0);  // of the reverse KL, which nobody wants
+    if constexpr (WANTS_TAIL) {
+      put_sum(q.rest_shift, q.rest_sum, x.tail_max * scale, x.tail_sum);
+    } else {
+      put_sum(q.rest_shift, q.rest_sum, r.top, r.whole);
+    }
+    if constexpr (!HAS_TEACHER) put_sum(nullptr, q.student_sum, r.top, r.whole);
+    put(q.rest_mean, 0.0);  // of the tail's entropy, likewise
+    put(q.inside, expf(r.log_inside));
+    put(q.outside, expf(r.log_outside));
+  }
+};
+
 // A step of all statistics that the kernel is compiled with.
 template <class... S> struct All {
   DEVICE static void add(LaneSums& x, Logit a, Logit b, bool is_plain) {
@@ -479,4 +629,5 @@ template <class S> struct If<false, S> {
   using Type = Statistic;
 };
 using Optional = All<If<WANTS_ENTROPY, Entropy>::Type, If<WANTS_TOTAL, Total>::Type,
-                     If<WANTS_ARGMAX, Argmax>::Type, If<HAS_TEACHER, Divergences>::Type>;
+                     If<WANTS_ARGMAX, Argmax>::Type, If<HAS_TEACHER, Divergences>::Type,
+                     If<HAS_ENTRIES, TopK>::Type>;

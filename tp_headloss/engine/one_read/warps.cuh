@@ -152,6 +152,20 @@ DEVICE void add_vectors(LaneSums& x, Place at, int begin, int end, int lane, con
   });
 }
 
+// A node of logits whose maxima it has, from the lanes' sums.
+DEVICE Node with_sums(Node x, const LaneSums& sums, const Bases& bases) {
+  x.sum = sums.even + sums.odd;
+  Optional::begin(x, sums);
+  for (int d = 16; d; d /= 2) {  // together, so that none waits for another
+    const float sum = __shfl_xor_sync(~0u, x.sum, d);
+    Optional::add_lane(x, d);
+    x.sum += sum;
+  }
+  Optional::end(x, bases);
+  x.sum *= ex2(-bases.z.rest);
+  return x;
+}
+
 // The node of the vectors from `begin` to `end` of an item, by a warp.
 DEVICE Node leaf(Place at, int begin, int end, int lane, float before, Scales scales) {
   Node x = nothing();
@@ -168,14 +182,83 @@ DEVICE Node leaf(Place at, int begin, int end, int lane, float before, Scales sc
     sums = {};
     add_vectors(sums, at, begin, end, lane, by, false);
   }
-  x.sum = sums.even + sums.odd;
-  Optional::begin(x, sums);
-  for (int d = 16; d; d /= 2) {  // together, so that none waits for another
-    const float sum = __shfl_xor_sync(~0u, x.sum, d);
-    Optional::add_lane(x, d);
-    x.sum += sum;
+  return with_sums(x, sums, by.bases);
+}
+
+// -- A top-K teacher's entries --------------------------------------------------------------------
+
+// A lane's entries of a row: every 32nd of the list.
+constexpr int LANE_ENTRIES = HAS_ENTRIES ? ENTRIES / 32 : 1;
+struct LaneEntries {
+  int column[LANE_ENTRIES];  // in an item, or NOT_HERE
+  Bits logit[LANE_ENTRIES];
+  float log_tau[LANE_ENTRIES];
+};
+
+// A lane's entries that lie in the vectors from `begin` to `end` of an item and are not its label.
+DEVICE LaneEntries lane_entries(const Params& q, const Item& item, const Bits* columns, int begin,
+                                int end, int lane) {
+  const i64 first = q.start + (i64)COLUMNS * begin_of_leaf(q, item.piece * q.leaves);
+  LaneEntries x;
+#pragma unroll
+  for (int k = 0; k < LANE_ENTRIES; k++) {
+    x.column[k] = NOT_HERE;
+    if (32 * k + lane >= q.n_entries) continue;
+    const i64 place = (i64)item.row * q.n_entries + 32 * k + lane;
+    const i64 column = q.entries[place] - first;
+    if (column < COLUMNS * begin || column >= min(COLUMNS * end, item.valid)) continue;
+    if (column == item.target) continue;
+    x.column[k] = column;
+    x.logit[k] = columns[column];
+    x.log_tau[k] = q.entry_log_probs[place];
   }
-  Optional::end(x, by.bases);
-  x.sum *= ex2(-by.bases.z.rest);
   return x;
+}
+
+// The node of all lanes' entries, as if there were no other columns.
+DEVICE Node node_of_entries(const LaneEntries& entries, float before, Scales scales) {
+  Node x = nothing();
+  bool is_any = false;
+#pragma unroll
+  for (int k = 0; k < LANE_ENTRIES; k++) {
+    if (entries.column[k] == NOT_HERE) continue;
+    is_any = true;
+    x.max = fmaxf(x.max, value_of(logit_of(entries.logit[k]), before));
+  }
+  if (!__any_sync(~0u, is_any)) return x;
+  x.max = max_lanes(x.max);
+  const Reading by = reading_of(x, before, scales);
+  const Logit none = read_logit(-INF, 0.f, by, false);
+  LaneSums sums = {};
+  float mass = 0.f, cross = 0.f;
+#pragma unroll
+  for (int k = 0; k < LANE_ENTRIES; k++) {
+    if (entries.column[k] == NOT_HERE) continue;
+    const Logit one = read_logit(logit_of(entries.logit[k]), 0.f, by, false);
+    const float log_tau = entries.log_tau[k], tau = expf(log_tau);
+    sums.even += one.power;
+    Optional::add(sums, one, none, false);
+    mass += tau;
+    cross += TopK::cross_of(tau, log_tau, (one.value - finite(x.max)) * scales.z);
+  }
+  x = with_sums(x, sums, by.bases);
+  x.topk_max = x.max, x.topk_sum = x.sum;
+  x.topk_mass = add_lanes(mass), x.topk_cross = add_lanes(cross);
+  return x;
+}
+
+// log tau of a row's label, -inf where it is no entry, on all lanes.
+DEVICE float log_tau_of_label(const Params& q, int row, int lane) {
+  const i64 label = label_of(q, row);
+  float found = -INF;
+#pragma unroll
+  for (int k = 0; k < LANE_ENTRIES; k++) {
+    const i64 place = (i64)row * q.n_entries + 32 * k + lane;
+    const bool is_listed = 32 * k + lane < q.n_entries;
+    const bool is_label = is_listed && q.entries[place] == label;
+    const float log_tau = is_label ? q.entry_log_probs[place] : 0.f;
+    const u32 has = __ballot_sync(~0u, is_label);
+    if (has) found = __shfl_sync(~0u, log_tau, __ffs(has) - 1);
+  }
+  return found;
 }

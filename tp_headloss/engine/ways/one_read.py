@@ -22,29 +22,30 @@ import torch
 
 from ..backend import load_backend
 from ..one_read import launch as one_read_launch
-from ..one_read.launch import (
+from ..one_read.cuts import (
     PACKETS,
-    Upstream,
     columns_of,
     columns_of_vector,
     cuts_of,
     cuts_of_call,
-    memory_of,
+    has_entries,
     obstacle_to_rows,
     obstacle_to_teacher,
     teacher_vectors,
 )
-from ..one_read.params import FLAGS, RANKS, TERMS, VALUES
+from ..one_read.launch import Upstream, memory_of
+from ..one_read.params import ENTRIES, FLAGS, RANKS, TERMS, VALUES
 from ..passes import Reduced
 from ..reductions import FusedReduction
 from ..request import Facts, Request, Tensors, without_gaps
 from .way import Case, Found, Loss, Way
 
-SUMMED = {*TERMS, "target_logit", "hits"}
+SUMMED = {*TERMS, "target_logit", "hits", "teacher_mass"}
 ALIGNED = 32  # columns of which a multiple has no gaps between the rows of a block
 # of GPUs, logits of a rank, and columns of one rank and of one of several where it was faster
 CAPABILITY, FEWEST, NARROWEST_ALONE, NARROWEST = (9, 0), 1 << 22, 2048, 4096
 FEWEST_OF_TEACHER = 1 << 23  # logits of a rank beside as many of a teacher
+NARROWEST_OF_ENTRIES = 16384  # columns of one rank beside a top-K teacher
 
 UNDERFLOWS = (
     "bfloat16 logits beside inplace=True: a float16 gradient that is written for an upstream "
@@ -176,6 +177,8 @@ def _obstacle_to_speed(request: Request) -> str | None:
     """Return the obstacle of a call that is smaller than those that were measured to be faster."""
     rows, columns = request.tensors.logits.shape[0], columns_of(request)
     narrowest = NARROWEST_ALONE if request.facts.world_size == 1 else NARROWEST
+    if has_entries(request.facts):
+        narrowest = NARROWEST_OF_ENTRIES
     fewest = FEWEST if request.tensors.teacher is None else FEWEST_OF_TEACHER
     for name, least, got in (
         ("columns", narrowest, columns),
@@ -212,14 +215,14 @@ def obstacle_to_loss(request: Request, reduction: FusedReduction, inplace: bool)
     found = (
         _obstacle_of_kind(facts, reduction.plan, in_rows, columns_of(request), vectors)
         or _obstacle_to_teacher(request)
+        or _obstacle_to_entries(request)
         or obstacle_to_logits(request)
     )
     if found:
         return found
-    known = x._replace(temperatures=None, teacher=None, scales=None)
-    others = [tensor for tensor in known[2:] if tensor is not None]
-    if request.ways is None and others:
-        return "a call without class weights, a top-K teacher, sets, given ids or ranks"
+    others = x.column_weight, x.sets, x.set_spans, x.label_logits, x.ids
+    if request.ways is None and any(tensor is not None for tensor in others):
+        return "a call without class weights, sets, given ids or ranks"
     return obstacle_to_rows(x.logits, inplace) if facts.world_size == 1 else None
 
 
@@ -233,6 +236,18 @@ def _obstacle_to_teacher(request: Request) -> str | None:
         return f"a teacher of the student's dtype or float32, {x.logits.dtype}, got {dtype}"
     found = obstacle_to_teacher(request) if facts.world_size == 1 else None
     return None if found is None else f"a teacher with {found}"
+
+
+def _obstacle_to_entries(request: Request) -> str | None:
+    """Return what a call with a top-K teacher lacks; None for calls without."""
+    facts, entries = request.facts, request.tensors.entries
+    if entries is None:
+        return None
+    if facts.student_scale != 1.0 or request.tensors.scales is not None:
+        return "a top-K teacher beside which the student keeps its temperature"
+    if entries.shape[1] > ENTRIES:
+        return f"at most {ENTRIES} entries of a top-K teacher, got {entries.shape[1]}"
+    return None
 
 
 class Vectors(NamedTuple):
@@ -266,7 +281,7 @@ def _obstacle_of_kind(
             f"{facts.world_size} ranks"
         )
     chunk = columns // vectors.columns // facts.chunks
-    cuts = cuts_of(chunk, facts.chunks, vectors.of_teacher)
+    cuts = cuts_of(chunk, facts.chunks, vectors.of_teacher, has_entries(facts))
     if cuts.pieces * facts.world_size > PACKETS or facts.world_size > RANKS or cuts.slots < 4:
         return f"a smaller vocabulary, got {facts.vocab_size} ids"
     if facts.world_size > 1 and facts.transport not in ("auto", "symm_mem"):
