@@ -244,7 +244,7 @@ class ToShards(torch.autograd.Function):
     def forward(ctx, x, how, world_size, group_name, grad_anchor=None):
         ctx.reduction = how, world_size, group_name
         if how == "reduce_scatter":
-            return torch.ops.tp_headloss.gather_tokens(x, world_size, group_name)
+            return operators.OPS.gather_tokens(x, world_size, group_name)
         return x.view_as(x)
 
     @staticmethod
@@ -259,7 +259,7 @@ class FromShards(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, how, world_size, group_name, grad_anchor=None):
         ctx.reduction = how, world_size, group_name
-        return torch.ops.tp_headloss.reduce_tokens(x, *ctx.reduction)
+        return operators.OPS.reduce_tokens(x, *ctx.reduction)
 
     @staticmethod
     def backward(ctx, grad):

@@ -1,7 +1,8 @@
 """Registered operators, so that `torch.compile` sees opaque, shape-inferable calls.
 
 They take the fields of `Tensors`, `Facts` and `LinearFacts`, plain values from which their schemas
-are made.
+are made. Their namespace is the name of the package, which is another one where a second copy of it
+is imported under another name, as from a kernels repository.
 """
 
 import functools
@@ -15,6 +16,9 @@ from ..statistics import MaybeNone
 from . import passes
 from .backend import load_backend
 from .request import Facts, Request, Tensors, accumulation_dtype
+
+NAMESPACE = __name__.partition(".")[0]
+OPS = getattr(torch.ops, NAMESPACE)
 
 _TYPES = {
     torch.Tensor: "Tensor",
@@ -69,9 +73,9 @@ def register(name: str, arguments: str, result: str, real, fake, *records):
         return rebuilding(real)(*args)
 
     schema = ", ".join([arguments, *map(schema_of, records)])
-    torch.library.define(f"tp_headloss::{name}", f"({schema}) -> {result}")
-    torch.library.impl(f"tp_headloss::{name}", "default", without_gradient)
-    torch.library.register_fake(f"tp_headloss::{name}", rebuilding(fake))
+    torch.library.define(f"{NAMESPACE}::{name}", f"({schema}) -> {result}")
+    torch.library.impl(f"{NAMESPACE}::{name}", "default", without_gradient)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", rebuilding(fake))
 
 
 def can_skip_dispatch(tensor) -> bool:
@@ -97,7 +101,7 @@ def statistics(request: Request) -> list[torch.Tensor]:
     """[merged rows [R, N], values [K, N], *flags [N]]; see `passes.statistics`."""
     if can_skip_dispatch(request.tensors.logits):
         return passes.statistics(request)
-    return torch.ops.tp_headloss.statistics(*request.tensors, *fields_of(request.facts))
+    return OPS.statistics(*request.tensors, *fields_of(request.facts))
 
 
 def _logits_gradient(*args):
@@ -114,7 +118,7 @@ def logits_gradient(request: Request, merged, grads: dict, *loss) -> torch.Tenso
         passes.write_gradient(out, request, merged, grads, *loss)
         return out
     given = [grads.get(name) for name in request.layout.gradients]
-    return torch.ops.tp_headloss.logits_gradient(
+    return OPS.logits_gradient(
         *request.tensors, merged, given, *fields_of(request.facts)
     )
 
@@ -128,7 +132,7 @@ def distinct_ids(name: str, *args):
     named last."""
     if can_skip_dispatch(args[0]):
         return _distinct(name, *args)
-    return getattr(torch.ops.tp_headloss, name)(*args)
+    return getattr(OPS, name)(*args)
 
 
 def _entries_fake(ids, log_probs, *_):

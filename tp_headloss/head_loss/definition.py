@@ -19,6 +19,7 @@ from ..statistics import AT_IDS, FULL_TEACHER, OVER_SETS, TOPK_TEACHER, MaybeNon
 from .evaluation import StatisticsFunction, names_read
 from .terms import METRICS, CrossEntropy, Metric, Term
 
+PACKAGE = __name__.partition(".")[0]
 RECORDS = itertools.count()  # their numbers, one for each definition
 # those that treat all tokens alike; the others are SEQUENCE_REDUCTIONS
 REDUCTIONS = ("none", "sum", "mean")
@@ -275,7 +276,7 @@ def _expect_all(name: str, given, kinds) -> tuple:
         if not isinstance(part, kinds):
             said = hint(part, (), "term") if kinds is Term else ""
             # of this package
-            if callable(part) and getattr(part, "__module__", "").startswith("tp_headloss."):
+            if callable(part) and getattr(part, "__module__", "").startswith(f"{PACKAGE}."):
                 called = getattr(part, "__name__", None)  # None: a module
                 said = (
                     f": call it, {called}(..)"

@@ -7,7 +7,7 @@ import torch
 
 from ..engine.autograd import first_derivative_only, hooks_of_saved_tensors
 from ..engine.backend import load_backend
-from ..engine.operators import can_skip_dispatch, fields_of, register, schema_of
+from ..engine.operators import OPS, can_skip_dispatch, fields_of, register, schema_of
 from ..engine.passes import kernel_gradients
 from ..engine.request import (
     Facts,
@@ -134,7 +134,7 @@ class LinearStatistics(torch.autograd.Function):
             merged, values, *flags = _statistics(hidden, weight, request, linear)
         else:
             fields = *request.tensors[1:], *fields_of(request.teacher_head, request.facts, linear)
-            merged, values, *flags = torch.ops.tp_headloss.linear_statistics(
+            merged, values, *flags = OPS.linear_statistics(
                 hidden, weight, *fields
             )
         ctx.set_materialize_grads(False)
@@ -171,7 +171,7 @@ class LinearStatistics(torch.autograd.Function):
         else:
             args = *tensors[1:], merged, [grads.get(name) for name in layout.gradients], wanted
             fields = fields_of(request.teacher_head, facts, linear)
-            out = torch.ops.tp_headloss.linear_gradient(hidden, weight, *args, *fields)
+            out = OPS.linear_gradient(hidden, weight, *args, *fields)
             weight_grad = out[1]
         needs_hidden, needs_weight, *_ = ctx.needs_input_grad
         found = [
