@@ -15,6 +15,7 @@ from tp_headloss import (
     CrossEntropy,
     Distillation,
     Entropy,
+    HeadLoss,
     KLToReference,
     PolicyGradient,
     Term,
@@ -227,3 +228,35 @@ def test_the_fourth_kernel_with_other_numbers_says_so(caplog):
 
 def test_few_kernels_are_kept():
     assert one_read_kernel.kernel_of.cache_info().maxsize == one_read_kernel.KERNELS
+
+
+# what gives a statistic that is not its own
+GIVES = {"mass": "total", "teacher_mass": "vocab_forward_kl"}
+
+
+@pytest.mark.parametrize("name", STATISTICS)
+def test_a_term_sees_no_statistic_that_nothing_wants(name):
+    """The kernel has 0 there, where a call without it has none, and says so."""
+    term = Term("own", lambda stats: getattr(stats, name) - stats.log_prob, pointwise=True)
+    want = [other for other in STATISTICS if other not in (name, GIVES.get(name))]
+    if name in ("lse", "log_prob"):
+        assert row_function([term], V, ()).n_terms == 1
+        return
+    if name == "teacher_mass":
+        want = [other for other in want if "kl" not in other and "tail" not in other]
+    with pytest.raises(NotArithmetic):
+        row_function([term], V, want)
+    assert row_function([term], V, [GIVES.get(name, name)]).n_terms == 1
+
+
+@pytest.mark.parametrize(
+    "name", sorted({*STATISTICS} - {"lse", "log_prob", "mass", "teacher_mass"})
+)
+def test_a_head_says_what_nothing_wants(name, device):
+    """Whatever way it takes."""
+    term = Term("own", lambda stats: getattr(stats, name) - stats.log_prob, pointwise=True)
+    n_rows, width = (64, 1 << 16) if device == "cuda" else (4, 32)  # there it takes one read
+    logits = torch.randn(n_rows, width, device=device).bfloat16().requires_grad_()
+    labels = torch.zeros(n_rows, dtype=torch.int64, device=device)
+    with pytest.raises((ValueError, TypeError)):
+        HeadLoss([term])(logits, labels)

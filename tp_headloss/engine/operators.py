@@ -118,9 +118,7 @@ def logits_gradient(request: Request, merged, grads: dict, *loss) -> torch.Tenso
         passes.write_gradient(out, request, merged, grads, *loss)
         return out
     given = [grads.get(name) for name in request.layout.gradients]
-    return OPS.logits_gradient(
-        *request.tensors, merged, given, *fields_of(request.facts)
-    )
+    return OPS.logits_gradient(*request.tensors, merged, given, *fields_of(request.facts))
 
 
 def _distinct(name: str, *args):

@@ -93,7 +93,9 @@ class CallLoss:
         known = definition.plan.rows
         if self.vocab_size not in known:
             try:
-                known[self.vocab_size] = row_function(definition.terms, self.vocab_size)
+                known[self.vocab_size] = row_function(
+                    definition.terms, self.vocab_size, definition.want
+                )
             except NotArithmetic as error:
                 known[self.vocab_size] = str(error)
         return known[self.vocab_size]

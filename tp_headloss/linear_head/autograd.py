@@ -134,9 +134,7 @@ class LinearStatistics(torch.autograd.Function):
             merged, values, *flags = _statistics(hidden, weight, request, linear)
         else:
             fields = *request.tensors[1:], *fields_of(request.teacher_head, request.facts, linear)
-            merged, values, *flags = OPS.linear_statistics(
-                hidden, weight, *fields
-            )
+            merged, values, *flags = OPS.linear_statistics(hidden, weight, *fields)
         ctx.set_materialize_grads(False)
         outputs = (*values.unbind(0), *flags)
         ctx.mark_non_differentiable(*[outputs[i] for i in request.layout.fixed])

@@ -17,11 +17,8 @@ OF_ENTRIES = "topk_forward_kl", "vocab_forward_kl", "tail_log_mass"  # of a top-
 FLAGS = "entropy", "argmax", "total", *DIVERGENCES, *OF_ENTRIES
 # Statistics of a loss that one launch computes.
 TERMS = "lse", "log_prob", "entropy", "total", *DIVERGENCES, *OF_ENTRIES
-KNOWN = (
-    *TERMS,
-    "mass",
-    "teacher_mass",
-)  # statistics that a row function is given, in the order of `row_of`
+# Statistics that a row function is given, in the order of `row_of`.
+KNOWN = *TERMS, "mass", "teacher_mass"
 
 RANKS, THREADS = 8, 1024  # ranks, at most, and threads of a program
 # slots, values that are summed, inputs of a row function, entries of a token, at most

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from ...statistics import VocabStatistics
 from ..reductions import StatisticValue
 from .params import GIVENS as MOST_INPUTS
 from .params import KNOWN as STATISTICS
+from .params import OF_ENTRIES
 from .params import TERMS as SLOPES
 
 INFINITE = "__int_as_float(0x7f800000)"
@@ -159,8 +161,15 @@ class NotArithmetic(Exception):
         return cls(f"pointwise terms that are arithmetic on a token's numbers, got {what}")
 
 
-def row_function(terms, vocab_size: int = 0) -> RowFunction:
-    """The terms' function.
+def known_of(want: Iterable[str]) -> set[str]:
+    """Those of `STATISTICS` that a call has which wants these optional statistics."""
+    found = {"lse", "log_prob", *want} & {*STATISTICS}
+    with_others = {"mass": {"total"}, "teacher_mass": {*OF_ENTRIES}}
+    return found | {name for name, others in with_others.items() if found & others}
+
+
+def row_function(terms, vocab_size: int = 0, want: Iterable[str] = STATISTICS) -> RowFunction:
+    """The terms' function. want: optional statistics of the call; terms see no others.
 
     Raises NotArithmetic if one is more than arithmetic on `STATISTICS`, on the size of the
     vocabulary and on inputs of a number per token, or does not promise to stay the same,
@@ -181,7 +190,7 @@ def row_function(terms, vocab_size: int = 0) -> RowFunction:
     used: list[bool] = []
 
     def traced(*rows):
-        values, slopes = _values_and_slopes(terms, inputs, vocab_size, rows)
+        values, slopes = _values_and_slopes(terms, inputs, vocab_size, known_of(want), rows)
         used[:] = [slope is not None for slope in slopes]
         nothing = torch.zeros_like(rows[0])
         return [*values, *(nothing if slope is None else slope for slope in slopes)]
@@ -200,16 +209,18 @@ def row_function(terms, vocab_size: int = 0) -> RowFunction:
     return RowFunction(source, len(terms), inputs, used[SLOPES.index("entropy")])
 
 
-def _values_and_slopes(terms, inputs: tuple[str, ...], vocab_size: int, rows):
+def _values_and_slopes(terms, inputs: tuple[str, ...], vocab_size: int, known_names, rows):
     """The terms' values, and derivatives of their weighted sum by `SLOPES`, None where there is
-    none. rows: vectors of `STATISTICS`, of the inputs, and of the terms' weights."""
+    none. known_names: of statistics that they may read. rows: vectors of `STATISTICS`, of the
+    inputs, and of the terms' weights."""
     absent = VocabStatistics._make([None] * len(VocabStatistics._fields))
     given = dict(zip(inputs, rows[len(STATISTICS) :]))
     if "teacher" in given:
         given["teacher"] = TeacherOfToken(given["teacher"])
     with torch.enable_grad():
         known = [row.detach().requires_grad_() for row in rows[: len(STATISTICS)]]
-        stats = absent._replace(vocab_size=vocab_size, **dict(zip(STATISTICS, known)))
+        of_call = {name: x for name, x in zip(STATISTICS, known) if name in known_names}
+        stats = absent._replace(vocab_size=vocab_size, **of_call)
         values = [_value(term, stats, given) for term in terms]
         total = torch.zeros_like(known[0])
         for weight, value in zip(rows[-len(terms) :], values):

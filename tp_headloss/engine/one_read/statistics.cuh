@@ -489,13 +489,11 @@ struct TopK : Statistic {
   // A row with its label, which all leaves leave out, among the entries or in the tail.
   DEVICE static Node with_label(const Node& x, float value, float log_tau, Scales scales) {
     Node label = nothing();
-    const bool is_there = value > -INF, is_entry = log_tau != -INF;
-    if (is_entry) {
-      const float tau = expf(log_tau);
+    if (log_tau != -INF) {
       label.topk_max = value;
       label.topk_sum = 1.f;  // a join takes none of it where the logit is -inf
-      label.topk_mass = tau;
-      label.topk_cross = cross_of(tau, log_tau, is_there ? 0.f : -INF);
+      label.topk_mass = expf(log_tau);
+      label.topk_cross = weighed(label.topk_mass, log_tau);  // where it makes that infinite
     } else {
       label.tail_max = value;
       label.tail_sum = 1.f;
