@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[2]
 VERDICT = {True: "passed", False: "**failed**", None: "not run"}
 # What takes longest begins first, after the kernels' resources.
 LONG = (
-    "test_one_read", "test_one_read_teacher", "test_one_read_ranks", "test_call_sequences",
+    "test_one_read", "test_one_read_topk", "test_one_read_teacher", "test_one_read_ranks", "test_call_sequences",
     "test_structure", "test_generated", "test_faults", "test_compile",
     "test_topk_distillation", "test_training",
     "test_cuda_graphs", "test_bad_inputs_triton", "test_cuda",
@@ -264,11 +264,11 @@ def main():
         (ROOT / "tests").rglob("test_*.py"), key=lambda p: (p.stem not in LONG, -p.stat().st_size)
     )
     work = {"kernels": functools.partial(kernels, args.limit)}
-    work |= {path.stem: functools.partial(tests_of, path, args.limit) for path in files}
-    work |= {
+    work |= {  # before the tests: nothing runs beside them at the end, and they take minutes
         tool: functools.partial(sanitizer, tool, args.limit)
         for tool in ("memcheck", "racecheck", "initcheck")
     }
+    work |= {path.stem: functools.partial(tests_of, path, args.limit) for path in files}
     if unknown := set(args.only or ()) - set(work):
         parser.error(f"--only takes {', '.join(work)}; got {', '.join(sorted(unknown))}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
