@@ -5,12 +5,12 @@ GPUs:
     torchrun --standalone --nproc-per-node 4 scripts/bench/bench_linear.py --trace
 
 One step: mean cross-entropy, forward and backward, of hidden states [tokens, H], replicated, and a
-weight shard [V/P, H]; dH is summed over the ranks, dW stays. us: medians, of steps in eager mode
-and of replays of a CUDA graph. memory: the peak above inputs, dH and dW. errors: of loss, dH and dW
-against fp32 arithmetic throughout, as norms. GEMMs: over the bare GEMMs of that mode and nothing
-else, three, or four with the logits made twice. Ours get a budget of a quarter of the logits shard
-for one sweep and an eighth for recompute, unless their names say otherwise; dW goes into main_grad,
-or is returned.
+weight shard [V/P, H], random or trained (--states); dH is summed over the ranks, dW stays. us:
+medians, of steps in eager mode and of replays of a CUDA graph. memory: the peak above inputs, dH
+and dW. errors: of loss, dH and dW against fp32 arithmetic throughout, as norms. GEMMs: over the
+bare GEMMs of that mode and nothing else, three, or four with the logits made twice. Ours get a
+budget of a quarter of the logits shard for one sweep and an eighth for recompute, unless their
+names say otherwise; dW goes into main_grad, or is returned.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,22 +38,50 @@ IGNORED = -100
 TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 2e-2}
 
 
-class Problem:
-    def __init__(self, tokens: int, hidden: int, vocab: int, std: float, dtype, machine: Machine):
-        self.machine, self.shard = machine, VocabShard.from_group(machine.group, vocab)
-        # the same hidden states and labels on every rank
+class Operands(NamedTuple):
+    """Hidden states and labels, the same ones on every rank, and this rank's rows of the weight."""
+
+    shard: VocabShard
+    hidden: torch.Tensor  # [tokens, H]
+    weight: torch.Tensor  # [V/P, H]
+    labels: torch.Tensor  # [tokens]
+    facts: dict  # of a row, besides its sizes
+
+    @classmethod
+    def random(cls, tokens: int, hidden: int, vocab: int, std: float, dtype, machine: Machine):
+        shard = VocabShard.from_group(machine.group, vocab)
         generator = torch.Generator(machine.device).manual_seed(1)
 
         def draw(*shape):
             return torch.randn(shape, device=machine.device, generator=generator, dtype=dtype)
 
-        self.hidden = draw(tokens, hidden).requires_grad_()
-        generator.manual_seed(2 + self.shard.start)
-        self.weight = torch.nn.Parameter(draw(self.shard.width, hidden).mul_(std / hidden**0.5))
+        states = draw(tokens, hidden)
+        generator.manual_seed(2 + shard.start)
+        weight = draw(shard.width, hidden).mul_(std / hidden**0.5)
         generator.manual_seed(3)
-        self.labels = torch.randint(vocab, (tokens,), device=machine.device, generator=generator)
-        self.labels[::17] = IGNORED
-        self.logits_bytes = tokens * self.shard.width * dtype.itemsize
+        labels = torch.randint(vocab, (tokens,), device=machine.device, generator=generator)
+        labels[::17] = IGNORED
+        return cls(shard, states, weight, labels, {"std": std})
+
+    @classmethod
+    def trained(cls, path: Path, dtype, machine: Machine):
+        """Those of a file that trained_states.py has made."""
+        found = torch.load(path)
+        hidden, weight, labels = (
+            found[x].to(machine.device) for x in ("hidden", "weight", "labels")
+        )
+        shard = VocabShard.from_group(machine.group, len(weight))
+        own = F.pad(weight[shard.start : shard.stop], (0, 0, 0, shard.width))[: shard.width]
+        facts = {"states": path.name, "entropy": round(found["entropy"], 3)}
+        return cls(shard, hidden.to(dtype), own.to(dtype), labels, facts)
+
+
+class Problem:
+    def __init__(self, operands: Operands, machine: Machine):
+        self.machine, self.shard, self.facts = machine, operands.shard, operands.facts
+        self.hidden, self.labels = operands.hidden.requires_grad_(), operands.labels
+        self.weight = torch.nn.Parameter(operands.weight)
+        self.logits_bytes = len(self.labels) * self.shard.width * self.hidden.dtype.itemsize
 
     @torch.no_grad()
     def truth(self):
@@ -89,6 +120,24 @@ class Problem:
             of_hidden[here] = p @ weight
             of_weight += p.t() @ hidden
         return loss / count, over_ranks(of_hidden), of_weight
+
+    def row_errors(self, of_hidden, of_weight, truth) -> dict[str, float]:
+        """Of dH the worst token's error, relative to its gradient; of dW the error of the rows of
+        ids that are no label."""
+
+        def apart(found, expected):
+            return (found.double() - expected.double()).norm(dim=1), expected.double().norm(dim=1)
+
+        error, size = apart(of_hidden, truth[1])
+        worst = (error / size)[size > 0].max()
+        error, size = apart(of_weight, truth[2])
+        others = torch.ones(len(size), dtype=torch.bool, device=size.device)
+        own = (self.labels >= self.shard.start) & (self.labels < self.shard.stop)
+        others[self.labels[own] - self.shard.start] = False
+        no_label = error[others].norm() / size[others].norm()
+        found = {"dH of the worst token": worst, "dW of ids that are no label": no_label}
+        values = self.machine.slowest([float(x) for x in found.values()]).tolist()
+        return {name: float(f"{x:.3g}") for name, x in zip(found, values)}
 
     def errors(self, loss, of_hidden, of_weight, truth) -> list[float]:
         pairs = zip((loss, of_hidden, of_weight), truth)
@@ -231,6 +280,7 @@ def measure(row, implementation, problem, truth, report):
         out = step()
     if out is not None:
         row["errors"] = [float(f"{e:.3g}") for e in problem.errors(*out, truth)]
+        row["row_errors"] = problem.row_errors(*out[1:], truth)
         if not max(row["errors"]) <= TOLERANCE[str(dtype).removeprefix("torch.")]:
             row["status"] = "wrong"
     returned = sum(x.nbytes for x in out[1:] if x.dtype == dtype) if out is not None else 0
@@ -324,6 +374,12 @@ def main(argv=None):
         "--std", type=float, default=2.0, help="of the logits: CCE skips gradients that are small"
     )
     parser.add_argument(
+        "--states",
+        type=Path,
+        nargs="+",
+        help="files of trained_states.py, in the place of random operands of the other sizes",
+    )
+    parser.add_argument(
         "--trace", action="store_true", help="print what runs beside the reduction of dH"
     )
     args = parser.parse_args(argv)
@@ -333,9 +389,16 @@ def main(argv=None):
 
 
 def run_shapes(args, report):
-    machine = report.machine
-    for vocab, hidden, tokens in itertools.product(args.vocab, args.hidden, args.tokens):
-        problem = Problem(tokens, hidden, vocab, args.std, getattr(torch, args.dtype), machine)
+    machine, dtype = report.machine, getattr(torch, args.dtype)
+    made = [
+        partial(Operands.random, tokens, hidden, vocab, args.std, dtype, machine)
+        for vocab, hidden, tokens in itertools.product(args.vocab, args.hidden, args.tokens)
+    ]
+    if args.states:
+        made = [partial(Operands.trained, path, dtype, machine) for path in args.states]
+    for operands in made:
+        problem = Problem(operands(), machine)
+        (tokens, hidden), vocab = problem.hidden.shape, problem.shard.vocab_size
         truth = problem.truth()
         for implementation in implementations(problem):
             if not is_wanted(implementation.name, args.implementations):
@@ -351,7 +414,7 @@ def run_shapes(args, report):
                 "gemms": implementation.gemms,
                 "budget": implementation.budget,
             }
-            row |= {"logits_mib": problem.logits_bytes / 2**20, "std": args.std}
+            row |= {"logits_mib": problem.logits_bytes / 2**20, **problem.facts}
             row |= {"status": "ok", "note": implementation.note}
             with report.row(f"{shape(row)}, {implementation.name}", row):
                 measure(row, implementation, problem, truth, report)

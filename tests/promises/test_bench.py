@@ -238,6 +238,32 @@ def test_the_linear_benchmark_tells_right_from_wrong(tmp_path, ranks):
     assert f"2048 x 16 x {512 * ranks}, TP {ranks}: logits shard 4 MiB" in out
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_linear_benchmark_takes_what_a_small_model_has_learned(ranks, tmp_path, bench):
+    """Its errors are those of the same operands, of every token and of ids without labels, too."""
+    import trained_states
+
+    small = ["--hidden", 32, "--ids", 300, "--tokens", 2048, "--layers", 1, "--megabytes", 1]
+    trained_states.main([*map(str, small), "--entropies", "5", "--out", str(tmp_path)])
+    found, data = torch.load(tmp_path / "5.0.pt"), tmp_path / "bench.json"
+    log_p = (found["hidden"].float() @ found["weight"].float().t()).log_softmax(1)
+    entropy = float(-(log_p.exp() * log_p).sum(1).mean())
+    assert abs(entropy - found["entropy"]) < 0.02 and 4 < entropy < 5.02
+    wanted = ["--implementations", "materialised logits", "ours, *"]
+    run_script(
+        "scripts/bench/bench_linear.py",
+        *("--states", tmp_path / "5.0.pt", "--device", "cpu", "--dtype", "float32", *wanted),
+        *("--seconds", 0.001, "--json", data),
+        ranks=ranks,
+    )
+    rows = json.loads(data.read_text())["rows"]
+    assert len(rows) > 3
+    for row in rows:
+        assert (row["tokens"], row["hidden"], row["vocab"]) == (2048, 32, 300)
+        assert row["status"] == "ok" and max(row["errors"]) < 1e-5, row
+        assert max(row["row_errors"].values()) < 1e-4, row
+
+
 def test_the_linear_benchmark_marks_what_is_wrong_and_writes_every_row_at_once(
     monkeypatch, tmp_path, bench, capsys
 ):
