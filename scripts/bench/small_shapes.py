@@ -98,8 +98,7 @@ def teacher_beside(logits, temperature):
     return {"teacher": hl.Teacher(torch.randn_like(logits.detach()), temperature)}
 
 
-def one_read(labels, has_entries):
-    """has_entries: beside a top-K teacher, too."""
+def one_read(labels):
     temperatures = torch.rand(len(labels), device=labels.device) + 0.5
     policy = {"advantages": labels.sign().float(), "old_log_prob": -labels.float() / 100}
     for width, dtype in (
@@ -115,14 +114,14 @@ def one_read(labels, has_entries):
             ([hl.CrossEntropy(label_smoothing=0.1)], ("accuracy", "entropy"), None),
             ([hl.CrossEntropy(), hl.Distillation()], (), teacher_beside(logits, 1.0)),
             (OF_TEACHER[0], ("accuracy",), teacher_beside(logits.float(), 2.0)),
+            ([hl.Distillation(1.0, "jsd")], ("accuracy",), teacher_beside(logits, 2.0)),
+            ([hl.Distillation(1.0, "total_variation")], (), teacher_beside(logits, 1.0)),
         ):
             head = hl.HeadLoss(
                 terms, metrics=metrics, options=hl.Options("triton", gradient="forward")
             )
             for transform in (None, hl.Transform(softcap=9.0, temperature=temperatures)):
                 head(logits, labels, transform=transform, inputs=inputs).loss.backward()
-        if not has_entries:
-            continue
         entries = hl.topk_log_probs(torch.randn_like(logits.detach()), 40, options=TRITON)
         teacher = hl.TopKTeacher(entries.ids, entries.log_probs, renormalize=False)
         terms = [
@@ -168,7 +167,7 @@ def plant(tool: str):
     print("the planted bug ran")
 
 
-def main(has_entries, width=1003, k=6):
+def main(width=1003, k=6):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # an ignored one, and a bad one
     labels = torch.tensor([0, width - 1, -100, 500, width], device=device)
@@ -181,7 +180,7 @@ def main(has_entries, width=1003, k=6):
         linear(labels, width, dtype)
     if device == "cuda":
         if torch.cuda.get_device_capability() == CAPABILITY:
-            one_read(labels, has_entries)
+            one_read(labels)
         torch.cuda.synchronize()
     print("every kernel ran")
 
@@ -191,10 +190,5 @@ if __name__ == "__main__":
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--plant", choices=("memcheck", "racecheck", "initcheck"))
-    parser.add_argument(
-        "--without-entries",
-        action="store_true",
-        help="no one read of a top-K teacher, about which racecheck is wrong: docs/one_read.md",
-    )
     args = parser.parse_args()
-    plant(args.plant) if args.plant else main(not args.without_entries)
+    plant(args.plant) if args.plant else main()

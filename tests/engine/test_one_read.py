@@ -467,12 +467,19 @@ REFUSED = {
         dict(terms=(hl.Distillation(),), inputs={"teacher": hl.Teacher(torch.zeros(N, V).half())}),
         "a teacher of the student's dtype or float32, torch.bfloat16, got torch.float16",
     ),
-    "a mixture": (
+    "a teacher's entropy": (
         dict(
-            terms=(hl.Distillation(1.0, "jsd"),),
+            metrics=("teacher_entropy",),
             inputs={"teacher": hl.Teacher(torch.zeros(N, V).bfloat16())},
         ),
-        "got .*'jsd'",
+        "got .*'teacher_entropy'",
+    ),
+    "two mixtures": (
+        dict(
+            terms=(hl.Distillation(1.0, "jsd"), hl.Distillation(1.0, "total_variation")),
+            inputs={"teacher": hl.Teacher(torch.zeros(N, V).bfloat16())},
+        ),
+        "one of .'jsd', 'total_variation'., .* got",
     ),
     "no reduction": (dict(reduction="none"), "a reduction .* got reduction='none'"),
 }

@@ -27,7 +27,8 @@ pytestmark = needs_compiler
 @pytest.fixture(scope="module")
 def host(tmp_path_factory):
     return library(
-        tmp_path_factory.mktemp("node"), without=("forward_kl", "reverse_kl", "tempered")
+        tmp_path_factory.mktemp("node"),
+        without=(*one_read_params.DIVERGENCES, *one_read_params.MIXTURES, "tempered"),
     )
 
 

@@ -31,9 +31,18 @@ SOURCE = Path(one_read_launch.__file__).parent / "roles.cuh"
 
 @functools.cache
 def kernel_numbers():
-    """The kernel's named integers."""
+    """The kernel's named integers, in calls without a second round."""
     source = SOURCE.with_name("numbers.cuh").read_text()
-    return {name: int(x) for name, x in re.findall(r"(\w+) = (\d+)[,;]", source)}
+    return {
+        name: int(x) for name, x in re.findall(r"(\w+) = (?:HAS_MIXTURE.*: )?(\d+)[,;]", source)
+    }
+
+
+@functools.cache
+def numbers_of_two_rounds():
+    """How many warps of a role, or teams of them, there are in calls with a second round."""
+    source = SOURCE.with_name("numbers.cuh").read_text()
+    return {name: int(x) for name, x in re.findall(r"(\w+) = HAS_MIXTURE \? (\d+) :", source)}
 
 
 @pytest.mark.parametrize(
@@ -133,6 +142,8 @@ FLAGS = {
     "smoothing": ([hl.CrossEntropy(label_smoothing=0.1)], ("accuracy",), {}, ["ARGMAX", "TOTAL"]),
     "a softcap": ([hl.CrossEntropy()], (), {"softcap": 9.0}, ["SOFTCAP"]),
     "a teacher": ([hl.Distillation()], (), {}, ["FORWARD_KL"]),
+    "a mixture": ([hl.Distillation(1.0, "jsd")], ("entropy",), {}, ["JSD", "ENTROPY"]),
+    "total variation": ([hl.Distillation(1.0, "total_variation")], (), {}, ["TOTAL_VARIATION"]),
     "another temperature": (
         [hl.Distillation(1.0, "reverse_kl")],
         (),
@@ -193,32 +204,36 @@ def results(n_ranks, order, **given):
     return ranks
 
 
+@pytest.mark.parametrize("rounds", [1, 2])
 @pytest.mark.parametrize("n_ranks", [1, 2, 3])
 @pytest.mark.parametrize("resident, slots", [(1, 4), (2, 2), (3, 2)])
-def test_the_protocol_ends_with_the_same_sums_in_any_order(n_ranks, resident, slots):
+def test_the_protocol_ends_with_the_same_sums_in_any_order(n_ranks, resident, slots, rounds):
     """As long as the slots of the programs that run at once hold a row's pieces, of which there are
     4."""
     for order in range(30):
-        ranks = results(n_ranks, order, n_programs=3, slots=slots, resident=resident)
+        given = {"n_programs": 3, "slots": slots, "resident": resident, "rounds": rounds}
+        ranks = results(n_ranks, order, **given)
         for number, (n_rows, pieces) in enumerate(LAUNCHES, 1):
             for row in range(n_rows):
                 total = sum(
                     value(rank, row, piece) for rank in range(n_ranks) for piece in range(pieces)
                 )
+                total *= (pieces * n_ranks) ** (rounds - 1)
                 for rank in ranks:
                     assert [rank.results[number, row, piece] for piece in range(pieces)] == [
                         total
                     ] * pieces
 
 
-def test_slots_that_hold_no_whole_row_wait_for_each_other():
-    (rank,) = results(1, 0, n_programs=3, slots=2, resident=1)
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_slots_that_hold_no_whole_row_wait_for_each_other(rounds):
+    (rank,) = results(1, 0, n_programs=3, slots=2, resident=1, rounds=rounds)
     assert math.isnan(rank.results[4, 0, 0])
 
 
 SLOTS = range(4, one_read_params.SLOTS + 1)
 STEP = re.compile(
-    r"(?P<call>wait|arrive)\(&s\.(?P<barrier>\w+)"
+    r"(?P<call>wait|arrive)\(&s\.(?:of\.second\.)?(?P<barrier>\w+)"
     r"|mbarrier_arrive_expect_tx\(&s\.(?P<expecting>\w+)"
     r"|__syncwarp\(\); +// I[I\d, ]+: (?P<why>.*)"
     r"|(?P<fence>fence_proxy_async\(\))"
@@ -255,17 +270,21 @@ NEEDLESS = ["post: wait full"]
 
 def ring(seed, slots, without=None):
     """A launch of one program that has run."""
-    order, numbers = random.Random(seed), kernel_numbers()
+    order, has_mixture = random.Random(seed), seed % 4 > 1
+    numbers = kernel_numbers() | (numbers_of_two_rounds() if has_mixture else {})
     turns = {
         "sum": numbers["TEAMS"],
         "post": numbers["POST"],
         "merge": numbers["MERGE"],
         "grad": 1,
     }
+    if has_mixture:
+        turns |= {"mix": 1, "tell": numbers["TELL"]}
     n_items = order.choice([0, 1, 3, 12])
     ignored = [n for n in range(n_items) if order.random() < 0.2]
-    is_written, has_entries = seed % 3 > 0, seed % 5 > 1
-    found = Ring(order, slots, n_items, turns, ignored, is_written, has_entries, without)
+    is_written, has_entries = seed % 3 > 0, not has_mixture and seed % 5 > 1
+    kind = is_written, has_entries, has_mixture
+    found = Ring(order, slots, n_items, turns, ignored, *kind, without)
     found.run()
     return found
 
@@ -295,7 +314,9 @@ def test_teams_wait_for_each_other_where_a_slot_is_both_teams_in_turn(slots):
             ring(seed, slots, "sum: wait stat")
 
 
-def test_a_rank_that_does_not_come_ends_its_peers_with_nan():
-    ranks = results(2, 0, n_programs=2, slots=2, absent=(1,), patience=500)
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_a_rank_that_does_not_come_ends_its_peers_with_nan(rounds):
+    given = {"n_programs": 2, "slots": 2, "absent": (1,), "patience": 500, "rounds": rounds}
+    ranks = results(2, 0, **given)
     assert len(ranks[0].results) == sum(n_rows * pieces for n_rows, pieces in LAUNCHES)
     assert all(math.isnan(total) for total in ranks[0].results.values())

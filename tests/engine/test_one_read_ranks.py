@@ -61,6 +61,10 @@ def _sharded(group, device, vocab_size, metrics=(), transposed=False, kind="plai
         both = hl.Distillation(0.3), hl.Distillation(0.2, "reverse_kl")
         given = {"terms": (hl.CrossEntropy(0.5), *both)}
         given["inputs"] = {"teacher": hl.Teacher(teacher, temperature=2.0)}
+    if kind == "mixture":
+        _, teacher = _shard(group, teacher_beside(logits), vocab_size)
+        given = {"terms": (hl.CrossEntropy(0.5), hl.Distillation(0.5, "jsd"))}
+        given["inputs"] = {"teacher": hl.Teacher(teacher, temperature=2.0)}
     if kind == "top-K":
         teacher = hl.TopKTeacher(*entries_beside(logits, 50), renormalize=False)
         both = hl.TopKDistillation(0.3), hl.TopKDistillation(0.2, support="tail", name="other")
@@ -93,6 +97,7 @@ def _sharded(group, device, vocab_size, metrics=(), transposed=False, kind="plai
         (("accuracy",), "smoothing"),
         (("accuracy", "entropy"), "transformed"),
         (("accuracy",), "teacher"),
+        (("accuracy", "entropy"), "mixture"),
         (("accuracy", "entropy"), "top-K"),
     ],
 )
@@ -256,6 +261,14 @@ def _topk(log_p, ids, log_tau):
     return 0.3 * vocab + 0.2 * (vocab + of_teacher * (of_teacher.log() - tail))
 
 
+def _mixed(teacher, log_p):
+    """The Jensen-Shannon divergence of a mixture of both halves."""
+    log_q = teacher.log_softmax(-1)
+    log_m = torch.stack([log_p, log_q]).logsumexp(0) - math.log(2)
+    parts = [log.exp() * (log - log_m).where(log > -math.inf, 0.0) for log in (log_p, log_q)]
+    return sum(parts).sum(-1) / 2
+
+
 K3 = hl.KLToReference(0.1, input_clamp=None, output_clamp=None)
 # terms, and their sum by float64 log-probs of all ids [N, V], of labels [N], lse [N] and inputs
 LOSSES = {
@@ -276,6 +289,10 @@ LOSSES = {
     "teacher": (
         (hl.CrossEntropy(0.5), hl.Distillation(0.5)),
         lambda log_p, log_prob, lse, inputs: 0.5 * (_kl(inputs["teacher"], log_p) - log_prob),
+    ),
+    "mixture": (
+        (hl.CrossEntropy(0.5), hl.Distillation(0.5, "jsd")),
+        lambda log_p, log_prob, lse, inputs: 0.5 * (_mixed(inputs["teacher"], log_p) - log_prob),
     ),
     "top-K": (
         (
@@ -329,7 +346,7 @@ def _random_steps_against_float64(group, device, repeats):
         )
         kind, denominator = choices.choice(list(LOSSES)), choices.choice([None, 7.0])
         logits, labels, inputs = _random_logits(choices, device, vocab_size, n_rows, 1000 + step)
-        if kind == "teacher":
+        if kind in ("teacher", "mixture"):
             inputs = {
                 "teacher": teacher_beside(logits.roll(1, 0)) if n_rows > 2 else logits.flip(0)
             }
@@ -342,7 +359,7 @@ def _random_steps_against_float64(group, device, repeats):
         shard, x = _shard(group, logits, vocab_size)
         head, x = hl.HeadLoss(list(LOSSES[kind][0]), options=IN_FORWARD), x.requires_grad_()
         given = {"inputs": inputs} if kind == "policy" else {}
-        if kind == "teacher":
+        if kind in ("teacher", "mixture"):
             given = {
                 "inputs": {"teacher": hl.Teacher(_shard(group, inputs["teacher"], vocab_size)[1])}
             }

@@ -11,11 +11,13 @@ import pytest
 from node_on_host import (
     BESIDE,
     NO_ENTRIES,
+    NO_MIXTURE,
     NO_TEACHER,
     NODE,
     SCALES,
     SOURCES,
     TEACHER_SCALE,
+    WITHOUT,
     argument,
     bf16,
     compiled,
@@ -277,7 +279,7 @@ def gradient(host, logits, label, node, upstream=1.0, owners=1, teacher=None, **
     return found[:-1]
 
 
-TAUGHT = *one_read_params.DIVERGENCES, *one_read_params.OF_ENTRIES
+TAUGHT = *one_read_params.DIVERGENCES, *WITHOUT
 STUDENTS = [name for name in one_read_params.TERMS if name not in TAUGHT]
 
 
@@ -400,7 +402,8 @@ def test_gradients_through_a_softcap_agree_with_float64(by, tmp_path):
     [(3.0, 9, 9), (2.0, 4, 4), (2.0, 6, 5), (1.0, 4, 5), (-np.inf, 4, 5)],
 )
 def test_the_argmax_is_the_lowest_id_of_the_largest_logit(logit, label, expected, host):
-    node = np.array([(2.0, 1.5, 0, 3.0, 2, 5, *NO_TEACHER, 1.5, 0, 0, *NO_ENTRIES)], dtype=NODE)
+    rest = *NO_TEACHER, 1.5, 0, 0, *NO_ENTRIES, *NO_MIXTURE
+    node = np.array([(2.0, 1.5, 0, 3.0, 2, 5, *rest)], dtype=NODE)
     labels, argmax = np.array([label]), np.empty(1, dtype=np.int64)
     hits = np.empty(1, dtype=np.uint8)
     names = "mean", "entropy", "total", "mass", "forward_kl", "reverse_kl"
@@ -535,8 +538,11 @@ def test_a_teacher_without_probabilities_has_no_divergence(host):
     for name in one_read_params.DIVERGENCES:
         logits = np.array([0.5, 1.0, 2.0])
         assert np.isnan(gradient(host, logits, 0, node, **{f"{name}_factor": 1.0})).all()
-        weighed = gradient(host, logits, 0, node, lse_factor=1.0)  # where it is a metric alone
-        assert np.isfinite(weighed).all()
+        for bad in (-np.inf, np.nan, np.inf):  # where it is a metric alone
+            node["teacher_logit"], u = bad, np.full(3, bad)
+            weighed = gradient(host, logits, 0, node, teacher=u, lse_factor=1.0)
+            assert np.isfinite(weighed).all()
+        node["teacher_logit"] = 0
 
 
 @needs_compiler

@@ -21,6 +21,7 @@ from tp_headloss.engine.reductions import StatisticValue
 
 on_hopper = pytest.mark.cuda  # the GPU tests run where the kernel does
 KL = hl.Distillation
+DIVERGENCES = "forward_kl", "reverse_kl", "jsd", "total_variation"
 TEMPERATURES = torch.tensor([0.7, 1.0, 2.0, 1.3, 0.5, 3.0])
 TAUGHT = {
     "forward KL": {"terms": (KL(),)},
@@ -83,6 +84,41 @@ TAUGHT = {
     },
     "a scale": {"terms": (KL(), hl.ZLoss(0.01)), "transform": hl.Transform(scale=0.5)},
     "a softcap": {"terms": (KL(), hl.ZLoss(0.01)), "transform": hl.Transform(softcap=9.0)},
+    "JSD": {"terms": (KL(1.0, "jsd"),)},
+    "JSD and all": {
+        "terms": (hl.CrossEntropy(0.5, 0.1), hl.Entropy(-0.1), KL(0.5, "jsd")),
+        "metrics": ("accuracy", "entropy", "forward_kl"),
+        "token_weight": torch.tensor([1.0, 2.0, 0.5, 0.0, 3.0, 0.25]),
+        "upstream": 0.3,
+    },
+    "JSD and both": {"terms": (KL(0.3), KL(0.7, "reverse_kl"), KL(0.5, "jsd"))},
+    "JSD squared": {"terms": (hl.Term("own", StatisticValue("jsd", square=True), 0.2),)},
+    "JSD, a metric": {"terms": (hl.CrossEntropy(),), "metrics": ("jsd",)},
+    "JSD in a function": {
+        "terms": (
+            hl.PolicyGradient("clip", clip=(0.2, 0.28)),
+            hl.Term("own", lambda stats: stats.jsd.sqrt(), want=("jsd",), pointwise=True),
+        ),
+        "inputs": {name: POLICY[name] for name in ("advantages", "old_log_prob")},
+    },
+    "JSD at another temperature": {
+        "terms": (hl.CrossEntropy(), KL(0.5, "jsd", temperature_squared=True)),
+        "transform": hl.Transform(softcap=9.0),
+        "temperature": 2.0,
+    },
+    "JSD at temperatures": {
+        "terms": (KL(1.0, "jsd"),),
+        "transform": hl.Transform(temperature=TEMPERATURES),
+        "temperature": TEMPERATURES,
+    },
+    "total variation": {
+        "terms": (hl.CrossEntropy(0.5), KL(0.5, "total_variation")),
+        "metrics": ("accuracy",),
+    },
+    "total variation at another temperature": {
+        "terms": (KL(1.0, "total_variation"),),
+        "temperature": 2.0,
+    },
 }
 
 
@@ -111,7 +147,10 @@ def taught_noise(logits, given):
 
 
 # each compiles kernels of both ways again
-MANY = "all", "reverse KL", "another temperature, both", "temperatures beside it"
+MANY = (
+    *("all", "reverse KL", "another temperature, both", "temperatures beside it"),
+    *("JSD", "JSD and all", "JSD at another temperature", "total variation"),
+)
 WIDTHS = [(case, width) for case in TAUGHT for width in (704, 1000)]
 WIDTHS += [(case, width) for case in MANY for width in (8, 32064, 128256)]
 DTYPES = {  # of student and teacher
@@ -137,7 +176,7 @@ def test_a_teacher_is_read_beside_the_student(case, width, device):
 
 
 @on_hopper
-@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl"])
+@pytest.mark.parametrize("divergence", DIVERGENCES)
 @pytest.mark.parametrize("upstream", [1.0, 0.5, 0.0])
 def test_a_late_gradient_knows_the_teacher(upstream, divergence, device):
     logits, labels = problem(device)
@@ -145,7 +184,8 @@ def test_a_late_gradient_knows_the_teacher(upstream, divergence, device):
     heads = [hl.HeadLoss(terms, options=options) for options in (IN_FORWARD, IN_BACKWARD)]
     for seed in range(4):
         teacher = teacher_beside(logits, seed)
-        teacher[2] = logits[2] + seed  # of which none is -inf
+        # none is -inf, and no probability that of the student, on whose sign a gradient depends
+        teacher[2] = 0.9 * logits[2].roll(seed + 1)
         given = {"inputs": {"teacher": hl.Teacher(teacher, 1.0 + seed % 3)}}
         found = []
         for head in heads:
@@ -157,14 +197,16 @@ def test_a_late_gradient_knows_the_teacher(upstream, divergence, device):
 
 
 @on_hopper
-@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl"])
-def test_odd_teachers_are_those_of_two_launches(divergence, device):
+@pytest.mark.parametrize("is_metric", [False, True])
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_odd_teachers_are_those_of_two_launches(divergence, is_metric, device):
     logits, labels = problem(device, n_rows=9)
     teacher = teacher_beside(logits)
     teacher[0], teacher[3, 5], teacher[4, 7], teacher[5] = -torch.inf, torch.nan, torch.inf, -3e38
     logits[6, :50], logits[7] = -torch.inf, -torch.inf
-    terms = [hl.CrossEntropy(), KL(1.0, divergence)]
-    given = {"terms": terms, "inputs": {"teacher": hl.Teacher(teacher)}}
+    terms = [hl.CrossEntropy()] if is_metric else [hl.CrossEntropy(), KL(1.0, divergence)]
+    metrics = (divergence,) if is_metric else ()
+    given = {"terms": terms, "metrics": metrics, "inputs": {"teacher": hl.Teacher(teacher)}}
     one, two = (steps(options, logits, labels, **given) for options in (IN_FORWARD, IN_BACKWARD))
     for name in (divergence, "log_prob", "lse"):
         a, b = (getattr(out.stats, name) for out in (one[0], two[0]))

@@ -38,10 +38,15 @@ NODE = np.dtype(
         ("tail_max", "f4"),
         ("tail_sum", "f4"),
         ("label_log_tau", "f4"),
+        ("mixture", "f4"),
+        ("mixture_mean", "f4"),
     ]
 )
 NO_TEACHER = -np.inf, 0, 0
 NO_ENTRIES = -np.inf, 0, 0, 0, -np.inf, 0, -np.inf
+NO_MIXTURE = 0, 0
+# flags of calls that have neither a top-K teacher nor a second round
+WITHOUT = *one_read_params.OF_ENTRIES, *one_read_params.MIXTURES
 TEACHER_SCALE, BESIDE = 0.75, 0.625  # see `Scales` in `params.cuh`
 
 
@@ -64,7 +69,7 @@ def compiled(folder, source, *options):
     return subprocess.run(command, cwd=folder, capture_output=True, text=True).stderr
 
 
-def library(folder, *more_flags, without=one_read_params.OF_ENTRIES):
+def library(folder, *more_flags, without=WITHOUT):
     """The functions of `node.cpp`, compiled with every optional statistic but some."""
     flags = {"entropy_term", "tempered", *one_read_params.FLAGS} - {*without}
     flags = [f"-D{name.upper()}" for name in sorted(flags)]
@@ -109,7 +114,8 @@ def node_of(z, first=0, scale=1.0):
     z = np.asarray(z, dtype=np.float64)
     if (z == -np.inf).all():  # or there is none
         index = first if len(z) else 0x7FFFFFFF
-        return np.array((-np.inf, 0, 0, 0, 0, index, *NO_TEACHER, 0, 0, 0, *NO_ENTRIES), dtype=NODE)
+        found = (-np.inf, 0, 0, 0, 0, index, *NO_TEACHER, 0, 0, 0, *NO_ENTRIES, *NO_MIXTURE)
+        return np.array(found, dtype=NODE)
     top = -np.inf if np.isnan(z).all() else np.nanmax(z)
     with np.errstate(invalid="ignore"):
         drop = np.where(z == -np.inf, -np.inf, scale * (z - top))
@@ -118,7 +124,8 @@ def node_of(z, first=0, scale=1.0):
     index = first + int(np.argmax(z == top))
     total = z[z != -np.inf].sum()
     own = top, p.sum(), moment, total, (z != -np.inf).sum(), index
-    return np.array((*own, *NO_TEACHER, beside.sum(), 0, 0, *NO_ENTRIES), dtype=NODE)
+    found = *own, *NO_TEACHER, beside.sum(), 0, 0, *NO_ENTRIES, *NO_MIXTURE
+    return np.array(found, dtype=NODE)
 
 
 def with_teacher(node, z, u, scale=1.0, label=None):

@@ -48,8 +48,9 @@ class Ring:
     """One launch of a program.
 
     order: random.Random. ignored: items whose token is ignored. is_written: whether gradients are.
-    has_entries: whether there is a top-K teacher, of which each thread has an entry. without: one
-    step of one role that is left out, as "post: arrive ready"; `steps` gathers them.
+    has_entries: whether there is a top-K teacher, of which each thread has an entry. has_mixture:
+    whether there is a second round. without: one step of one role that is left out, as "post:
+    arrive ready"; `steps` gathers them.
     """
 
     def __init__(
@@ -61,17 +62,21 @@ class Ring:
         ignored=(),
         is_written=True,
         has_entries=False,
+        has_mixture=False,
         without=None,
     ):
         self.order, self.slots, self.n_items, self.turns = order, slots, n_items, turns
-        self.has_entries = has_entries
+        self.has_entries, self.has_mixture = has_entries, has_mixture
         self.ignored, self.is_written, self.without = ignored, is_written, without
         self.steps, self.clocks, self.accesses = set(), {}, collections.defaultdict(dict)
-        self.items, self.packets, self.meetings = [None] * slots, set(), {}
+        self.items, self.meetings = [None] * slots, {}
+        self.packets, self.packets_of_second_round = set(), set()
         arrivals = {
             "full": ["load"],
             "stat": ["sum"] * SUM,
-            "ready": ["post", "merge"],
+            "known": ["post", "merge"],
+            "mixed": ["mix"] * SUM,
+            "ready": ["tell" if has_mixture else "post", "merge"],
             "done": ["grad"] * GRAD,
             "free": ["store"],
         }
@@ -87,7 +92,7 @@ class Ring:
         self.begin(Thread("store", 0, 0), self.store)
         for role, number in turns.items():
             for me in range(number):
-                for w in range({"sum": SUM, "grad": GRAD}.get(role, 1)):
+                for w in range({"sum": SUM, "mix": SUM, "grad": GRAD}.get(role, 1)):
                     for lane in range(2):
                         self.begin(Thread(role, (me, w), lane), getattr(self, role), me, w)
 
@@ -247,7 +252,8 @@ class Ring:
                     self.read(thread, label)
                 if self.has_entries:
                     yield from self.syncwarp(thread, n, "other lanes have read the leaf")
-                    self.write(thread, entries[thread.lane])
+                    if thread.lane == 0:
+                        self.write(thread, *entries)
             yield from self.syncwarp(thread, n, "all lanes have read their columns")
             if thread.lane == 0:
                 if item is not None:
@@ -260,9 +266,10 @@ class Ring:
         n = me
         while True:
             yield from self.wait(thread, "stat", n)
+            end = "known" if self.has_mixture else "ready"
             if self.item(thread, n) is None:
                 if thread.lane == 0:
-                    self.arrive(thread, "ready", n)
+                    self.arrive(thread, end, n)
                 return
             self.read(thread, *self.nodes(n))
             if n not in self.ignored:
@@ -272,7 +279,7 @@ class Ring:
             yield True
             yield from self.syncwarp(thread, n, "all lanes have read the slot")
             if thread.lane == 0:
-                self.arrive(thread, "ready", n)
+                self.arrive(thread, end, n)
             n += self.turns["post"]
 
     def merge(self, thread, me, w):
@@ -281,11 +288,21 @@ class Ring:
             yield from self.wait(thread, "full", n)
             if self.item(thread, n) is None:
                 if thread.lane == 0:
+                    if self.has_mixture:
+                        self.arrive(thread, "known", n)
                     self.arrive(thread, "ready", n)
                 return
             while n not in self.packets:
                 yield False
-            yield from self.wait(thread, "stat", n)
+            if not self.has_mixture:
+                yield from self.wait(thread, "stat", n)
+            if self.has_mixture:
+                if thread.lane == 0:
+                    self.write(thread, ("factor", n % self.slots))
+                    self.arrive(thread, "known", n)
+                while n not in self.packets_of_second_round:
+                    yield False
+                yield from self.wait(thread, "mixed", n)
             if n not in self.ignored:
                 self.read(thread, ("label", n % self.slots))
             yield from self.syncwarp(thread, n, "all lanes have read the slot")
@@ -293,6 +310,41 @@ class Ring:
                 self.write(thread, ("factor", n % self.slots))
                 self.arrive(thread, "ready", n)
             n += self.turns["merge"]
+
+    def mix(self, thread, me, w):
+        n = 0
+        while True:
+            yield from self.wait(thread, "known", n)
+            item = self.item(thread, n)
+            if item is not None and n not in self.ignored:
+                own = self.columns(n)[w], *self.entries(n, w)
+                self.read(thread, ("factor", n % self.slots), *own)
+                if thread.lane == 0 and w == n % SUM:
+                    self.read(thread, ("label", n % self.slots))
+            yield from self.syncwarp(thread, n, "all lanes have read the slot")
+            if thread.lane == 0:
+                if item is not None:
+                    self.write(thread, self.nodes(n)[w])
+                self.arrive(thread, "mixed", n)
+            if item is None:
+                return
+            n += 1
+
+    def tell(self, thread, me, w):
+        n = 0
+        while True:
+            yield from self.wait(thread, "mixed", n)
+            if self.item(thread, n) is None:
+                if thread.lane == 0:
+                    self.arrive(thread, "ready", n)
+                return
+            self.read(thread, *self.nodes(n))
+            self.packets_of_second_round.add(n)
+            yield True
+            yield from self.syncwarp(thread, n, "all lanes have read the slot")
+            if thread.lane == 0:
+                self.arrive(thread, "ready", n)
+            n += 1
 
     def grad(self, thread, me, w):
         n = 0

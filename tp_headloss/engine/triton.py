@@ -210,9 +210,7 @@ def logits_gradient(out, request: Request, merged, grads: dict, loss=None):
     (n_rows, width), strides, facts, names = out.shape, out.stride(), request.facts, tuple(grads)
     (inputs, prepared), rows = inputs_of(request), device_layout(request.layout)
     lists = rows.gradient_lists(names)
-    exact = Lists(
-        **{name: torch.empty_like(getattr(inputs, name), dtype=out.dtype) for name in lists}
-    )
+    exact = Lists.of_gradients(lists, inputs, out.dtype)
     for name in rows.per_id:
         if name in grads:
             grads = grads | {name: _sums_at_ids(grads[name], inputs.ids)}

@@ -21,6 +21,7 @@ class DivergenceFamily(Family):
     statistics = gradients = DIVERGENCES
     wide_gradients, narrow_gradients = ("jsd",), ("total_variation",)
     values = ()
+    in_one_read = DIVERGENCES
 
     def second_rows(self, call: Wanted) -> tuple[str, ...]:
         return tuple(name for name in self.statistics if name in call.want)

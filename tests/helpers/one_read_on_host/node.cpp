@@ -56,6 +56,19 @@ void with_labels(const Node* x, const float* values, const float* log_tau, Node*
   for (int i = 0; i < n; i++) found[i] = TopK::with_label(x[i], values[i], log_tau[i], scales);
 }
 
+// The sums of n columns, of which the label is the first, in the second round; node: of the row
+// without its label, whose teacher's sums have it.
+void mixtures(const Node* node, const float* z, const float* u, Mixed* found, int n, Scales scales,
+              float beta) {
+  const RowBases bases = bases_of(*node, softmax_of(*node, z[0], scales));
+  const AllFactors f = first_factors(bases, scales.beside, beta);
+  Mixed sums = {};
+  for (int i = 0; i < n; i++) Mixture::add_column(sums, powers_of(f, z[i], u[i]), f.mixture);
+  const Mixed all = Mixture::ended(sums, f.mixture, beta);
+  const Node x = Mixture::with_sums(*node, all, bases.over_p, bases.over_q, beta);
+  *found = {x.mixture, x.mixture_mean};
+}
+
 // A label's part of a teacher's sums.
 void labels(const float* values, const float* u, Node* found, int n, Scales scales) {
   for (int i = 0; i < n; i++) found[i] = Divergences::label(values[i], u[i], scales);

@@ -22,8 +22,10 @@ inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float ex2(float x) { return x < -126.f ? 0.f : exp2f(x); }  // .ftz
+inline float lg2(float x) { return log2f(x); }
 inline float reciprocal(float x) { return 1.f / x; }
 inline void make_opaque(float&) {}
+using std::max;
 using std::min;
 // Bits of an fp16.
 inline float cvt_f32_f16(unsigned short x) {

@@ -79,12 +79,7 @@ class LateGradient:
         grads = {name: (c, values[i]) if squared else (c,) for i, name, c, squared in self.terms}
         upstream = self.rows.grads(*map(grads.get, self.rows.grads._fields))
         inputs, loss = Inputs(*tensors, *self.numbers), LossGradient(loss, inverse, weight)
-        exact = Lists(
-            **{
-                name: torch.empty_like(getattr(inputs, name), dtype=gradient.dtype)
-                for name in self.lists
-            }
-        )
+        exact = Lists.of_gradients(self.lists, inputs, gradient.dtype)
         self.launch(
             gradient,
             *self.strides,

@@ -34,6 +34,7 @@ from .params import (
     ADDRESSES,
     DIVERGENCES,
     GIVENS,
+    MIXTURES,
     OUTPUTS,
     TERMS,
     VALUES,
@@ -47,7 +48,7 @@ _log = logging.getLogger("tp_headloss")
 
 def has_teacher(facts: Facts) -> bool:
     """Whether a call compares with a teacher."""
-    return not {*facts.want}.isdisjoint(DIVERGENCES)
+    return not {*facts.want}.isdisjoint((*DIVERGENCES, *MIXTURES))
 
 
 def _copy(logits: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
@@ -233,6 +234,7 @@ def _params(facts: Facts, plan, cuts: Cuts, rows: Rows, number: float) -> Params
         scale=(facts.softcap or facts.scale) / facts.temperature,
         teacher_scale=facts.teacher_scale,
         student_scale=facts.student_scale,
+        beta=facts.beta,
         rows=rows.n_rows,
         width=width,
         valid_width=facts.valid_width,

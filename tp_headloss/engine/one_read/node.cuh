@@ -110,9 +110,11 @@ DEVICE Node join(Node a, Node b, Scales scales) {
 //   topk     max     sum    cross                               tag << 2
 //   tail     max     sum    mass of the entries                 tag << 2
 //   label    logit   0      0                                   tag << 2
-// All but the first are there where somebody wants them; the last, where a logit has 32 bits. An
-// item has fewer columns than 2^16. There is no room for another number: a further store is one
-// more in WORDS, `each_store`, and `words_of` in `params.py`.
+// and in the second round
+//   mixture  value   mean   0                                   tag << 2
+// All but the first are there where somebody wants them; the label's, where a logit has 32 bits. An
+// item has fewer columns than 2^16. There is no room for
+// another number: a further store is one more in WORDS, `each_store` and `words_of`, `params.py`.
 struct Packet {
   uint4 first, second, teacher, beside, topk, tail, label;
   // f(place, store) of each store but the first that there is.
@@ -121,7 +123,7 @@ struct Packet {
     if constexpr (HAS_TEACHER) f(1 + HAS_SECOND, teacher);
     if constexpr (HAS_BESIDE) f(2 + HAS_SECOND, beside);
     if constexpr (HAS_ENTRIES) f(FIRST_OF_ENTRIES, topk), f(FIRST_OF_ENTRIES + 1, tail);
-    if constexpr (IS_FLOAT32<Bits>) f(WORDS - 1, label);
+    if constexpr (IS_FLOAT32<Bits>) f(OF_LABEL, label);
   }
   DEVICE bool has_come(u32 tag) {
     bool come = first.w >> 2 == tag;
@@ -139,9 +141,14 @@ struct Packet {
             count(),           (int)second.y,     number(teacher.x), number(teacher.y),
             number(teacher.z), number(beside.x),  number(beside.y),  number(beside.z),
             number(topk.x),    number(topk.y),    number(tail.z),    number(topk.z),
-            number(tail.x),    number(tail.y),    -INF};
+            number(tail.x),    number(tail.y),    -INF,              0.f,
+            0.f};
   }
 };
+// The store of the second round.
+DEVICE uint4 store_of(const Mixed& x, u32 tag) {
+  return make_uint4(__float_as_uint(x.value), __float_as_uint(x.mean), 0, tag << 2);
+}
 // logit: the label's.
 DEVICE Packet packet_of(const Node& x, Bits logit, u32 tag, u32 flags) {
   auto bits = [](float x) { return __float_as_uint(x); };
@@ -199,7 +206,8 @@ DEVICE Softmax softmax_of(const Node& x, float logit, Scales scales) {
 }
 
 // The gradient of a value: 2^t * (each + slope * t) + flat with t = by * value - at, where it is
-// above -inf; that of the label's logit; whether no logit is -inf.
+// above -inf; that of the label's logit; whether no logit is -inf. A mixture's mean is in `each`,
+// if the student's temperature is the same beside it.
 struct __align__(16) Factors {
   float by, at, each, slope, flat, label;
   bool is_plain;
@@ -219,7 +227,59 @@ struct AllFactors {
   Factors own;
   TeacherFactors teacher;
   EntryFactors entry;
+  MixtureFactors mixture;
 };
+
+// What makes powers of a row's logits, the student's and a teacher's. Beside a mixture they are
+// probabilities but for factors near 1, which are what rounding makes of the exponents.
+struct RowBases {
+  Base2 z, u;
+  float beside;  // IS_TEMPERED: the student's exponent there is t * a - beside
+  float over_p, over_q;
+};
+// That of powers over their sum.
+DEVICE Base2 over_sum(Base2 x, float log2_sum) {
+  const float at = x.at + log2_sum;
+  return {x.by, at, x.rest + (x.at - at)};
+}
+DEVICE RowBases bases_of(const Node& x, const Softmax& softmax) {
+  const Scales& scales = softmax.scales;
+  const Base2 z = base2(softmax.shift, scales.z), u = base2(finite(x.teacher_max), scales.u);
+  RowBases r = {z, u, 0.f, 1.f, 1.f};
+  if constexpr (!HAS_MIXTURE) return r;
+  const float whole = Divergences::beside_of(x, softmax).whole;
+  if constexpr (IS_TEMPERED) {
+    r.beside = scales.beside * z.rest + lg2(whole);
+  } else {
+    r.z = over_sum(z, lg2(whole));
+    r.over_p = ex2(-r.z.rest) / whole;
+  }
+  r.u = over_sum(u, lg2(x.teacher_sum));
+  r.over_q = ex2(-r.u.rest) / x.teacher_sum;
+  return r;
+}
+// As far as sums of a second round need them.
+DEVICE AllFactors first_factors(const RowBases& bases, float beside, float beta) {
+  AllFactors f = {};
+  f.own.by = bases.z.by, f.own.at = bases.z.at;
+  f.teacher.by = bases.u.by, f.teacher.at = bases.u.at, f.teacher.beside = beside;
+  f.mixture.over_p = bases.over_p, f.mixture.over_q = bases.over_q;
+  f.mixture.of_p = Mixture::share_of_p(beta) * bases.over_p;
+  f.mixture.of_q = Mixture::share_of_q(beta) * bases.over_q;
+  f.mixture.beside = bases.beside;
+  return f;
+}
+DEVICE Powers powers_of(const AllFactors& f, float value, float teacher) {
+  Powers x = {};
+  x.t = x.z = fmaf(value, f.own.by, -f.own.at);
+  x.power = x.p = ex2(x.t);
+  if constexpr (IS_TEMPERED) {
+    x.z = HAS_MIXTURE ? fmaf(x.t, f.teacher.beside, -f.mixture.beside) : x.t * f.teacher.beside;
+    x.p = ex2(x.z);
+  }
+  if constexpr (HAS_TEACHER) x.u = fmaf(teacher, f.teacher.by, -f.teacher.at), x.q = ex2(x.u);
+  return x;
+}
 
 // The factors of a row's gradient. owners: of its label, see `owners_of`; upstream: gradient of the
 // loss over its divisor; by: derivatives of a row function's terms.
@@ -249,13 +309,26 @@ DEVICE AllFactors factors_of(const Params& q, int row, Node x, Value label, Scal
   g.each = (by_lse - by_log_prob) / whole;
   g.label = by_lse * (softmax.label / whole) + by_log_prob * (softmax.others / whole);
   Optional::differentiate(g, q, by, x, softmax, factor);
+  const RowBases bases = bases_of(x, softmax);
+  AllFactors f = {};
+  if constexpr (HAS_MIXTURE) {
+    f = first_factors(bases, scales.beside, q.beta);
+    const float bias = WANTS_JSD ? lg2(bases.over_p) : 0.f;
+    f.mixture.by = g.mixture * bases.over_p;
+    f.mixture.mean = (g.mixture_mean - g.mixture * bias) * bases.over_p;
+    if (g.mixture != 0.f) {
+      const Powers at = powers_of(f, logit, x.teacher_logit);
+      g.label += at.p * fmaf(f.mixture.by, Mixture::slope(at, f.mixture), -f.mixture.mean);
+    }
+    f.mixture.by *= chain, f.mixture.mean *= chain;
+  }
   if constexpr (!IS_TEMPERED) g.each += g.beside;  // p is that of `Softmax`
   if (!(whole > 0.f) || owners != 1) g.each = g.label = NONE;
-  const Base2 base = base2(softmax.shift, scale);
+  const Base2 base = bases.z;
   const float moved = ex2(-base.rest) * chain;
-  const float each = (g.each - g.slope * LN2 * base.rest) * moved;
+  float each = (g.each - g.slope * LN2 * base.rest) * moved;
+  if constexpr (HAS_MIXTURE && !IS_TEMPERED) each -= f.mixture.mean;
   const float of_label = g.label * chain * label.slope;
-  AllFactors f = {};
   f.own = {base.by, base.at, each, g.slope * LN2 * moved, g.flat * chain, of_label};
   if constexpr (HAS_ENTRIES) {
     const Base2 topk = base2(finite(x.topk_max), scale), tail = base2(finite(x.tail_max), scale);
@@ -272,43 +345,56 @@ DEVICE AllFactors factors_of(const Params& q, int row, Node x, Value label, Scal
     f.own.slope = slope * LN2 * of_tail;
   }
   if constexpr (HAS_TEACHER) {
-    const Base2 of_teacher = base2(finite(x.teacher_max), scales.u);
+    const Base2 of_teacher = bases.u;
     const float a = scales.beside;
-    const float share = g.teacher * ex2(-of_teacher.rest) * chain;
-    const float p = ex2(-a * base.rest) * chain;
+    const float share = Divergences::moved(g.teacher, ex2(-of_teacher.rest)) * chain;
+    const float p = ex2(bases.beside - a * base.rest) * chain;
     f.teacher = {of_teacher.by, of_teacher.at, share, g.beside * p, g.reverse * p, g.mean,
                  a * scale, scales.u, a};
   }
   return f;
 }
 
-// teacher: its logit.
+// Whether a row has neither a logit of -inf, where that matters, nor a divergence without a
+// gradient, whose factors are 0 where a teacher's probabilities may be NaN.
+DEVICE bool is_usual(const AllFactors& f) {
+  if (WANTS_FORWARD_KL && f.teacher.each == 0.f) return false;
+  if (HAS_MIXTURE && f.mixture.by == 0.f) return false;
+  return !WANTS_TOTAL || f.own.is_plain;
+}
+// teacher: its logit. is_usual: the row is known to be.
 DEVICE float gradient_of(const AllFactors& all, float logit, float teacher, float before,
-                         bool is_plain, bool all_near) {
+                         bool is_usual, bool all_near) {
   const Factors& f = all.own;
-  float each = f.each;
-  const Value x = value_and_slope(logit, before, all_near);
-  const float t = fmaf(x.value, f.by, -f.at);
-  // where 2^t underflows the factor stays finite, so that their product is 0
-  if constexpr (HAS_ENTROPY_TERM) each = fmaf(f.slope, fmaxf(t, -300.f), each);
-  float flat = f.flat;
-  if constexpr (WANTS_TOTAL) {
-    if (!is_plain && logit == -INF) flat = 0.f;
-  }
   const TeacherFactors& other = all.teacher;
-  if constexpr (WANTS_FORWARD_KL) {
-    flat = fmaf(ex2(fmaf(teacher, other.by, -other.at)), -other.each, flat);
+  const MixtureFactors& mixture = all.mixture;
+  const Value value = value_and_slope(logit, before, all_near);
+  const Powers x = powers_of(all, value.value, teacher);
+  float each = f.each, flat = f.flat;
+  if constexpr (HAS_ENTROPY_TERM) each = fmaf(f.slope, fmaxf(x.t, LOWEST_EXPONENT), each);
+  if constexpr (WANTS_TOTAL) {
+    if (!is_usual && logit == -INF) flat = 0.f;
   }
-  const float power = ex2(t);
-  if constexpr (HAS_BESIDE) {
-    const float p = IS_TEMPERED ? ex2(t * other.beside) : power;
-    if constexpr (IS_TEMPERED) flat = fmaf(p, other.own, flat);
-    if constexpr (WANTS_REVERSE_KL) {
-      const float apart = fmaf(x.value, other.z, -teacher * other.u), weight = p * other.reverse;
-      if (weight != 0.f) flat = fmaf(weight, apart - other.mean, flat);  // `apart` may be infinite
+  if constexpr (WANTS_FORWARD_KL) {
+    if (is_usual || other.each != 0.f) flat = fmaf(x.q, -other.each, flat);
+  }
+  if constexpr (HAS_MIXTURE) {
+    if (is_usual || mixture.by != 0.f) {
+      const float slope = Mixture::slope(x, mixture);
+      if constexpr (IS_TEMPERED) {
+        flat = fmaf(x.p, fmaf(mixture.by, slope, -mixture.mean), flat);
+      } else {
+        each = fmaf(mixture.by, slope, each);
+      }
     }
   }
-  return fmaf(each, power, flat) * x.slope;
+  if constexpr (IS_TEMPERED) flat = fmaf(x.p, other.own, flat);
+  if constexpr (WANTS_REVERSE_KL) {
+    const float apart = fmaf(value.value, other.z, -teacher * other.u);
+    const float weight = x.p * other.reverse;
+    if (weight != 0.f) flat = fmaf(weight, apart - other.mean, flat);  // `apart` may be infinite
+  }
+  return fmaf(each, x.power, flat) * value.slope;
 }
 
 // That of an entry of a top-K teacher.
@@ -316,7 +402,7 @@ DEVICE float gradient_of_entry(const EntryFactors& f, float logit, float log_tau
   const Value x = value_and_slope(logit, before);
   const float t = fmaf(x.value, f.by, -f.at), share = ex2(fmaf(x.value, f.of_share, -f.at_share));
   float each = f.each;
-  if constexpr (HAS_ENTROPY_TERM) each = fmaf(f.slope, fmaxf(t, -300.f), each);
+  if constexpr (HAS_ENTROPY_TERM) each = fmaf(f.slope, fmaxf(t, LOWEST_EXPONENT), each);
   const float flat = logit == -INF ? 0.f : f.flat;
   const float of_teacher = fmaf(f.share, share, -f.tau * expf(log_tau));
   return (fmaf(each, ex2(t), flat) + of_teacher) * x.slope;

@@ -37,6 +37,16 @@ constexpr bool WANTS_REVERSE_KL = true;
 #else
 constexpr bool WANTS_REVERSE_KL = false;
 #endif
+#ifdef JSD
+constexpr bool WANTS_JSD = true;
+#else
+constexpr bool WANTS_JSD = false;
+#endif
+#ifdef TOTAL_VARIATION
+constexpr bool WANTS_VARIATION = true;
+#else
+constexpr bool WANTS_VARIATION = false;
+#endif
 #ifdef TOPK_FORWARD_KL
 constexpr bool WANTS_TOPK_KL = true;
 #else
@@ -93,7 +103,7 @@ constexpr u32 WITHOUT_SIGN = IS_FLOAT32<Bits> ? 0x7fffffffu : 0x7fff7fffu;
 constexpr int COLUMNS = 16 / sizeof(Bits);  // of a vector of 16 bytes
 constexpr int TEACHER_VECTORS = sizeof(TeacherBits) / sizeof(Bits);  // beside each of the student's
 // Statistics that a row function has derivatives by, and those that it is given; see `params.py`.
-constexpr int SLOPES = 9, KNOWN = 11;
+constexpr int SLOPES = 11, KNOWN = 13;
 #ifdef ROWS
 constexpr bool HAS_ROWS = true;
 #else
@@ -107,13 +117,27 @@ struct Row {
 DEVICE Row row_function(const float*) { return {}; }
 #endif
 
-// Warps of each role, in the order of the roles; the two teams of sum warps take turns.
-constexpr int SUM = 8, TEAMS = 2, GRAD = 8, POST = 2, MERGE = 4;
-constexpr int FIRST_POST = 1, FIRST_MERGE = FIRST_POST + POST, FIRST_SUM = FIRST_MERGE + MERGE;
-constexpr int FIRST_GRAD = FIRST_SUM + TEAMS * SUM;
+// Which of them have to do with a teacher, with a top-K teacher, and need a row's probabilities, so
+// that there is a second round of packets: beside a mixture of both distributions, see `Mixture`.
+constexpr bool HAS_MIXTURE = WANTS_JSD || WANTS_VARIATION;
+constexpr bool HAS_TEACHER = WANTS_FORWARD_KL || WANTS_REVERSE_KL || HAS_MIXTURE;
+constexpr bool HAS_BESIDE = WANTS_REVERSE_KL || IS_TEMPERED;
+constexpr bool HAS_ENTRIES = WANTS_TOPK_KL || WANTS_VOCAB_KL || WANTS_TAIL;
+static_assert(!(WANTS_JSD && WANTS_VARIATION) && !(HAS_MIXTURE && HAS_ENTRIES));
+
+// Warps of each role, in the order of the roles; the two teams of sum warps take turns. Beside a
+// mixture one team is the mix warps, and one post warp is tell.
+constexpr int SUM = 8, GRAD = 8, MERGE = 4;
+constexpr int TEAMS = HAS_MIXTURE ? 1 : 2;
+constexpr int MIX = HAS_MIXTURE ? SUM : 0;
+constexpr int POST = HAS_MIXTURE ? 1 : 2;
+constexpr int TELL = HAS_MIXTURE ? 1 : 0;
+constexpr int FIRST_POST = 1, FIRST_TELL = FIRST_POST + POST, FIRST_MERGE = FIRST_TELL + TELL;
+constexpr int FIRST_SUM = FIRST_MERGE + MERGE;
+constexpr int FIRST_MIX = FIRST_SUM + TEAMS * SUM, FIRST_GRAD = FIRST_MIX + MIX;
 constexpr int STORE = FIRST_GRAD + GRAD, WARPS = STORE + 1;
-// Warps that have nothing to do while the last gradients are written: post, merge and sum.
-constexpr int LAST = POST + MERGE + TEAMS * SUM;
+// Warps that have nothing to do while the last gradients are written: all between load and grad.
+constexpr int LAST = FIRST_GRAD - FIRST_POST;
 
 // At most: slots of the ring, ranks, sums over tokens, inputs of a row function, entries of a top-K
 // teacher.
@@ -122,13 +146,12 @@ constexpr int SLOTS = 10, RANKS = 8, VALUES = 6, GIVENS = 8, ENTRIES = 128;
 constexpr int TOKENS_AT_ONCE = 6, VECTORS_AT_ONCE = 4;
 // 16-byte stores of a packet: the first, one for what else the student has, one of a teacher, one
 // for what the student is beside a teacher, two for a top-K teacher's entries and the tail, one for
-// a label's logit of 32 bits.
-constexpr bool HAS_TEACHER = WANTS_FORWARD_KL || WANTS_REVERSE_KL;
+// a label's logit of 32 bits, and that of the second round.
 constexpr bool HAS_SECOND = WANTS_ENTROPY || WANTS_ARGMAX || WANTS_TOTAL;
-constexpr bool HAS_BESIDE = WANTS_REVERSE_KL || IS_TEMPERED;
-constexpr bool HAS_ENTRIES = WANTS_TOPK_KL || WANTS_VOCAB_KL || WANTS_TAIL;
 constexpr int FIRST_OF_ENTRIES = 1 + HAS_SECOND + HAS_TEACHER + HAS_BESIDE;
-constexpr int WORDS = FIRST_OF_ENTRIES + 2 * HAS_ENTRIES + IS_FLOAT32<Bits>;
+constexpr int OF_LABEL = FIRST_OF_ENTRIES + 2 * HAS_ENTRIES;
+constexpr int OF_MIXTURE = OF_LABEL + IS_FLOAT32<Bits>;
+constexpr int WORDS = OF_MIXTURE + HAS_MIXTURE;
 // Flags of a packet: its rank has the label; the token is ignored.
 constexpr u32 OWNER = 1, IGNORED = 2;
 // Bits of a launch's number that its packets carry.
@@ -137,7 +160,9 @@ constexpr u32 TAG = 0x3fffffffu;
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 // A logit below the maximum counts as at most this far below, so that 0 times that is 0.
 constexpr float LOWEST_DROP = -1e30f;
-constexpr float LEAST_SCALE = 1.17549435e-38f;  // the least normal number
+constexpr float LEAST_NORMAL = 1.17549435e-38f;
+// At least that is an exponent of a power that may vanish, so that 0 times it is 0.
+constexpr float LOWEST_EXPONENT = -300.f;
 constexpr int NO_INDEX = 0x7fffffff;
 #define INF __int_as_float(0x7f800000)
 #define NONE __int_as_float(0x7fc00000)  // NaN

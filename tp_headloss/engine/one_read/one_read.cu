@@ -7,9 +7,7 @@
 //   statistics  a struct for each optional statistic   roles    the warps' roles
 //
 // Nodes are joined in a binary tree over leaves that depends on the vocabulary alone: equal bits on
-// 1, 2, 4 and 8 ranks. Compiled with ENTROPY, ARGMAX or TOTAL for calls that want these, with
-// ENTROPY_TERM if a term of the loss is an entropy, with HALF for fp16 logits, FLOAT32 for fp32
-// logits, and with SOFTCAP.
+// 1, 2, 4 and 8 ranks. What it is compiled with: `numbers.cuh`.
 // Before this source may stand a `row_function`, with terms of a loss and their derivatives: see
 // `rows.py`.
 #include "roles.cuh"
@@ -24,9 +22,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
     for (int i = 0; i < q.slots; i++) {
       mbarrier_init(&s.full[i], 1);
       mbarrier_init(&s.stat[i], SUM);
-      mbarrier_init(&s.ready[i], 2);  // post and merge
+      mbarrier_init(&s.ready[i], 2);  // post or tell, and merge
       mbarrier_init(&s.done[i], GRAD);
       mbarrier_init(&s.free[i], 1);
+      if constexpr (HAS_MIXTURE) {
+        mbarrier_init(&s.of.second.known[i], 2);  // post and merge
+        mbarrier_init(&s.of.second.mixed[i], MIX);
+      }
     }
     fence_mbarrier_init();  // I1
   }
@@ -38,12 +40,16 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
 
   if (warp == 0) {
     load(q, p);
-  } else if (warp < FIRST_MERGE) {
+  } else if (warp < FIRST_TELL) {
     post(q, p);
+  } else if (HAS_MIXTURE && warp < FIRST_MERGE) {
+    tell(q, p);
   } else if (warp < FIRST_SUM) {
     merge(q, p);
-  } else if (warp < FIRST_GRAD) {
+  } else if (warp < FIRST_MIX) {
     sum(q, p);
+  } else if (HAS_MIXTURE && warp < FIRST_GRAD) {
+    mix(q, p);
   } else if (warp < STORE) {
     grad(q, p);
   } else {

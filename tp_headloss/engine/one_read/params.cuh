@@ -32,6 +32,7 @@ struct Params {
   float *topk_forward_kl, *vocab_forward_kl, *tail_log_mass, *teacher_mass;
   float *topk_shift, *topk_sum, *topk_mass, *topk_gap;
   float *rest_shift, *rest_sum, *rest_mean, *inside, *outside;
+  float *jsd, *jsd_mean, *total_variation, *total_variation_mean;  // [rows] each, or null
   float *shift, *sum, *others, *target;           // [rows] each: merged rows
   const void* values[VALUES];  // [rows] each: what is summed over tokens, fp32 or bool
   float* found;                // [TERMS + SLOPES, rows]: values and derivatives of a row function
@@ -58,11 +59,14 @@ struct Params {
   float topk_forward_kl_factor, topk_forward_kl_square;
   float vocab_forward_kl_factor, vocab_forward_kl_square;
   float tail_log_mass_factor, tail_log_mass_square;
+  float jsd_factor, jsd_square;
+  float total_variation_factor, total_variation_square;
   float coefficients[VALUES];  // of the values' sums in the loss
   // Before and after the tanh of a softcap, or the logits' scale; the latter is divided by the
   // temperature, if that is one number.
   float before, scale;
   float teacher_scale, student_scale;  // see `Scales`
+  float beta;                          // the teacher's share of a mixture
 
   int n_values;
   int squares, negatives, bools;  // bits: values that are squared, subtracted, bool
@@ -101,7 +105,7 @@ DEVICE i64 label_of(const Params& q, int row) {
 DEVICE float scale_of(const Params& q, int row) {
   if (!q.temperatures) return q.scale;
   const float scale = q.scale * (1.f / q.temperatures[row]);
-  return scale < LEAST_SCALE ? LEAST_SCALE : scale;
+  return scale < LEAST_NORMAL ? LEAST_NORMAL : scale;
 }
 
 DEVICE Scales scales_of(const Params& q, const Item& item) {

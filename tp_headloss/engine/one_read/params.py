@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 # Statistics that a kernel is compiled with, in capitals.
 DIVERGENCES = "forward_kl", "reverse_kl"  # from a teacher whose logits are read, too
+MIXTURES = "jsd", "total_variation"  # and which need a second round of packets
 OF_ENTRIES = "topk_forward_kl", "vocab_forward_kl", "tail_log_mass"  # of a top-K teacher
-FLAGS = "entropy", "argmax", "total", *DIVERGENCES, *OF_ENTRIES
+FLAGS = "entropy", "argmax", "total", *DIVERGENCES, *MIXTURES, *OF_ENTRIES
 # Statistics of a loss that one launch computes.
-TERMS = "lse", "log_prob", "entropy", "total", *DIVERGENCES, *OF_ENTRIES
+TERMS = "lse", "log_prob", "entropy", "total", *DIVERGENCES, *OF_ENTRIES, *MIXTURES
 # Statistics that a row function is given, in the order of `row_of`.
 KNOWN = *TERMS, "mass", "teacher_mass"
 
@@ -86,6 +87,10 @@ OUTPUTS = (
     "rest_mean",
     "inside",
     "outside",
+    "jsd",
+    "jsd_mean",
+    "total_variation",
+    "total_variation_mean",
     "shift",
     "sum",
     "others",
@@ -115,6 +120,7 @@ NUMBERS: dict[str, Any] = {
     "scale": ctypes.c_float,
     "teacher_scale": ctypes.c_float,
     "student_scale": ctypes.c_float,
+    "beta": ctypes.c_float,
     "n_values": ctypes.c_int,
     "squares": ctypes.c_int,
     "negatives": ctypes.c_int,
@@ -163,11 +169,13 @@ template <class A, decltype(sizeof(0)) N> constexpr int POINTERS<A* [N]> = N;
 def words_of(want: Iterable[str], is_tempered: bool, is_float32: bool) -> int:
     """16-byte stores of a packet in calls that want these optional statistics. is_tempered: the
     student has another temperature beside a teacher. is_float32: the logits are fp32."""
-    divergences, of_entries = {*want} & {*DIVERGENCES}, {*want} & {*OF_ENTRIES}
-    has_others = divergences | of_entries < {*want}
-    is_beside = is_tempered or "reverse_kl" in divergences
-    stores = 1 + has_others + (1 + is_beside if divergences else 0)
-    return stores + (2 if of_entries else 0) + is_float32
+    wanted = {*want}
+    of_entries, mixtures = wanted & {*OF_ENTRIES}, wanted & {*MIXTURES}
+    of_teacher = wanted & {*DIVERGENCES} | mixtures
+    has_others = of_teacher | of_entries < wanted
+    is_beside = is_tempered or "reverse_kl" in wanted
+    stores = 1 + has_others + (1 + is_beside if of_teacher else 0)
+    return stores + (2 if of_entries else 0) + is_float32 + bool(mixtures)
 
 
 def agreement(*flags: str) -> str:

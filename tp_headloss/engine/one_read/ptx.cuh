@@ -137,6 +137,13 @@ DEVICE float ex2(float x) {
   return y;
 }
 
+// "Floating Point Instructions: lg2". log2(x) to 2^-22, for x from the smallest normal number on.
+DEVICE float lg2(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // "Floating Point Instructions: rcp". 1 / x to one unit in the last place.
 DEVICE float reciprocal(float x) {
   float y;

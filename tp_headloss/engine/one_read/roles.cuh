@@ -10,6 +10,11 @@
 //   merge  waits for all packets of the row, joins them, stores statistics        ready
 //   grad   writes gradients over the logits                                       done
 //   store  copies them out                                                        free
+// Beside a mixture there is a second round. Post, and merge once it has the first packets and knows
+// what makes probabilities of the row's logits, end `known` before they go on; then
+//   mix    sums leaves with these, the label among them                           mixed
+//   tell   joins the sums, and sends a second packet to every rank                ready, with merge
+// and merge waits for these packets of the row.
 //
 // Invariants. The code names by its number what a barrier, a fence or a __syncwarp() keeps, and
 // `tests/helpers/one_read_model.py` and `one_read_ring.py` assert what can be seen without a GPU.
@@ -23,7 +28,9 @@
 //       its own leaf, from full to stat; to nobody who writes from stat to ready; to the grad
 //       warps, each in its own columns, from ready to done; to the copy out from done to free.
 //   I5  Nodes. The sum warps write node[slot], logit[slot] and teacher_logit[slot] before stat;
-//       post and merge read them after it, and before they end ready.
+//       post and merge read them after it, and before they end ready. With a second round, post
+//       does so before it ends known; from known to mixed the mix warps write to the same place,
+//       which tell reads after it, and before it ends ready.
 //   I6  Turns. Phases of stat end in the order of the items. A thread that waits knows a phase by
 //       its parity alone, and so is never two phases behind.
 //   I7  Packets. A packet is whole and needs no fence: each of its 16-byte stores carries the
@@ -34,6 +41,8 @@
 //       whose packets are overwritten.
 //   I9  Factors. Merge writes factor[slot] before ready, after it has waited for stat itself: a
 //       packet orders no shared memory, and the grad warps write over what the sum warps read.
+//       With a second round, it writes there before known, and again, over what the mix warps
+//       read, after mixed.
 //   I10 Gradients. Every thread that writes gradients fences them for the copy out before done.
 //   I11 Free. A slot is free when the copy out has read it.
 //   I12 Ends. Load puts MERGE ends after the last item, one for each merge warp. Nobody frees them,
@@ -62,10 +71,29 @@ struct KeptNode {
     if constexpr (HAS_ENTRIES) memcpy(&x.topk_max, words + FIRST, 4 * OF_ENTRIES);
     return x;
   }
+  // In the second round.
+  DEVICE void keep(const Mixed& x) { memcpy(words, &x, sizeof(x)); }
+  DEVICE Mixed kept_mixed() const {
+    Mixed x;
+    memcpy(&x, words, sizeof(x));
+    return x;
+  }
 };
-static_assert(sizeof(Node) == 19 * sizeof(u32));
+static_assert(sizeof(Node) == 21 * sizeof(u32));
 constexpr int ENTRY_SLOTS = HAS_ENTRIES ? SLOTS : 1;
 constexpr int TEACHER_SLOTS = HAS_TEACHER ? SLOTS : 1;
+constexpr int MIXTURE_SLOTS = HAS_MIXTURE ? SLOTS : 1;
+
+// What calls with a second round have.
+struct SecondRound {
+  u64 known[MIXTURE_SLOTS], mixed[MIXTURE_SLOTS];
+  MixtureFactors factor[MIXTURE_SLOTS];
+};
+// No call has both.
+union EntriesOrRound {
+  EntryFactors entry_factor[ENTRY_SLOTS];
+  SecondRound second;
+};
 
 struct Shared {
   u64 full[SLOTS], stat[SLOTS], ready[SLOTS], done[SLOTS], free[SLOTS];
@@ -73,15 +101,15 @@ struct Shared {
   __align__(8) KeptNode node[SLOTS][SUM];
   Factors factor[SLOTS];
   TeacherFactors teacher_factor[TEACHER_SLOTS];
-  EntryFactors entry_factor[ENTRY_SLOTS];
+  EntriesOrRound of;
   Bits logit[SLOTS];  // the label's
   TeacherBits teacher_logit[TEACHER_SLOTS];
-  double counted[GRAD];
   bool is_last;
+  double counted[GRAD];
 };
 // The slots take the rest of 227 KiB, see `cuts_of`. A number more in a node costs
 // SLOTS * SUM * 4 = 320 bytes.
-static_assert(sizeof(Shared) <= (HAS_BESIDE || HAS_ENTRIES ? 5376 : HAS_TEACHER ? 4480 : 3072));
+static_assert(sizeof(Shared) <= (HAS_TEACHER || HAS_ENTRIES ? 5760 : 3072));
 
 constexpr u64 STUCK = 4000000000000;  // ns, longer than any timeout: a bug ends, too
 
@@ -184,27 +212,46 @@ DEVICE void load(const Params& q, Program& p) {
 
 // -- sum ------------------------------------------------------------------------------------------
 
-// Make entries -inf; and what they were.
+// A top-K teacher's entries in a leaf: make them -inf before the leaf is summed, and what they were
+// after it, because the grad warps and the argmax read them. Lane 0 puts all of them back: it is
+// the one that arrives at stat, and nothing else orders what another lane writes.
 DEVICE void leave_out(const LaneEntries& x, Bits* columns) {
 #pragma unroll
   for (int k = 0; k < LANE_ENTRIES; k++) {
     if (x.column[k] != NOT_HERE) columns[x.column[k]] = (Bits)LOWEST<Bits>;
   }
 }
-DEVICE void put_back(const LaneEntries& x, Bits* columns) {
+DEVICE void put_back(const LaneEntries& x, Bits* columns, int lane) {
 #pragma unroll
   for (int k = 0; k < LANE_ENTRIES; k++) {
-    if (x.column[k] != NOT_HERE) columns[x.column[k]] = x.logit[k];
+    u32 left = __ballot_sync(~0u, x.column[k] != NOT_HERE);
+    for (; left; left &= left - 1) {
+      const int lane_of = __ffs(left) - 1;
+      const int column = __shfl_sync(~0u, x.column[k], lane_of);
+      const u32 logit = __shfl_sync(~0u, (u32)x.logit[k], lane_of);
+      if (lane == 0) columns[column] = (Bits)logit;
+    }
   }
+}
+
+// The vectors of an item from `begin` to `end`.
+struct Span {
+  int begin, end;
+  DEVICE bool has(int column) const { return column >= COLUMNS * begin && column < COLUMNS * end; }
+};
+DEVICE Span span_of_leaf(const Params& q, const Item& item, int leaf_of_item) {
+  const int first = item.piece * q.leaves, from = begin_of_leaf(q, first);
+  const int begin = begin_of_leaf(q, first + leaf_of_item) - from;
+  const int end = begin_of_leaf(q, first + leaf_of_item + 1) - from;
+  return {min(begin, item.vectors), min(end, item.vectors)};
 }
 
 // The node of one of an item's leaves. Its label and gaps are made -inf before, and so are a top-K
 // teacher's entries, whose node joins it after; a teacher's sums have the label again after.
 DEVICE Node sum_leaf(const Params& q, const Program& p, const Item& item, int leaf_of_item) {
-  const int first = item.piece * q.leaves, from = begin_of_leaf(q, first);
-  const int begin = min(begin_of_leaf(q, first + leaf_of_item) - from, item.vectors);
-  const int end = min(begin_of_leaf(q, first + leaf_of_item + 1) - from, item.vectors);
-  const bool has_label = item.target >= COLUMNS * begin && item.target < COLUMNS * end;
+  const Span span = span_of_leaf(q, item, leaf_of_item);
+  const int begin = span.begin, end = span.end;
+  const bool has_label = span.has(item.target);
   const Scales scales = scales_of(q, item);
   Bits* columns = p.columns(q);
   TeacherBits* teacher = p.teacher_columns(q);
@@ -238,7 +285,7 @@ DEVICE Node sum_leaf(const Params& q, const Program& p, const Item& item, int le
     x.tail_max = x.max, x.tail_sum = x.sum;
     x = join(x, node_of_entries(entries, q.before, scales), scales);
     __syncwarp();  // I4: other lanes have read the leaf
-    put_back(entries, columns);
+    put_back(entries, columns, p.lane);
   }
   return x;
 }
@@ -284,6 +331,18 @@ DEVICE int first_index(const Params& q, const Program& p, const Item& item, cons
   return found ? (int)q.start + COLUMNS * (from + v) + __ffs(found) - 1 : NO_INDEX;
 }
 
+// Where a rank's packet of an item begins, in the memory of the rank that a lane writes to.
+DEVICE uint4* own_packet(const Params& q, const Program& p, const Item& item) {
+  uint4* to = (uint4*)q.packets[p.lane % RANKS] + p.packet_of(item.row);
+  return to + q.rank * q.pieces + item.piece;
+}
+DEVICE void posted(Shared& s, int slot) {
+  if constexpr (HAS_MIXTURE) {
+    arrive(&s.of.second.known[slot]);  // I4, I5, I7, I12
+  } else {
+    arrive(&s.ready[slot]);  // I4, I5, I7, I12
+  }
+}
 DEVICE void post(const Params& q, Program& p) {
   Shared& s = p.s;
   for (int n = 0;; p.advance(q), n++) {
@@ -291,7 +350,7 @@ DEVICE void post(const Params& q, Program& p) {
     wait(&s.stat[p.slot], p.phase);  // I3, I5
     const Item item = s.item[p.slot];
     if (item.row < 0) {
-      if (p.lane == 0) arrive(&s.ready[p.slot]);  // I12
+      if (p.lane == 0) posted(s, p.slot);  // I12
       break;
     }
     Node x = join_lanes(s.node[p.slot][p.lane % SUM].kept(), SUM, scales_of(q, item));
@@ -302,43 +361,79 @@ DEVICE void post(const Params& q, Program& p) {
     Bits logit = 0;
     u32 flags = item.ignored() ? IGNORED : 0;
     if (item.target >= 0) logit = s.logit[p.slot], flags = OWNER;
-    uint4* to = (uint4*)q.packets[p.lane % RANKS] + p.packet_of(item.row);
-    to += q.rank * q.pieces + item.piece;
+    uint4* to = own_packet(q, p, item);
     Packet packet = packet_of(x, logit, p.tag, flags);
     if (p.lane < q.ranks) {
       st_relaxed_sys_b128(to, packet.first);
       packet.each_store([&](int k, uint4& store) { st_relaxed_sys_b128(to + k * p.all, store); });
     }
     __syncwarp();  // I5, I7: all lanes have read the slot
-    if (p.lane == 0) arrive(&s.ready[p.slot]);  // I4, I5, I7
+    if (p.lane == 0) posted(s, p.slot);  // I4, I5, I7
   }
 }
 
 // -- merge ----------------------------------------------------------------------------------------
 
-// A lane's packet of a row, once all lanes' packets are there.
-DEVICE Packet receive(const Params& q, Program& p, int row) {
-  const uint4* from = (const uint4*)q.packets[q.rank] + p.packet_of(row) + p.lane;
-  Packet packet = packet_of(nothing(), 0, 0, 0);
+// Look until look() is true on all lanes; false after a timeout.
+template <class Look> DEVICE bool receive(const Params& q, Program& p, const Look& look) {
   u64 since = 0;
   for (int i = 1;; i++) {
-    if (p.lane < p.all) {
-      packet.first = ld_relaxed_sys_b128(from);
-      packet.each_store(
-          [&](int k, uint4& store) { store = ld_relaxed_sys_b128(from + k * p.all); });
-    }
-    if (__all_sync(~0u, p.lane >= p.all || packet.has_come(p.tag))) break;  // I7, I8
+    if (__all_sync(~0u, look())) return true;  // I7, I8
     __nanosleep(1000);  // each look costs the copies bandwidth, 1 to 2 % on an H200
     if (i % 256) continue;
     const u64 time = globaltimer();
     if (!since) since = time;
     if (__any_sync(~0u, time - since > q.timeout || *p.failure(q))) {  // I15
       if (p.lane == 0) *p.failure(q) = 1, *(volatile u32*)q.failed = 1;
-      packet.first.w = 0;
-      break;
+      return false;
     }
   }
+}
+// A lane's packet of a row.
+DEVICE const uint4* packet_at(const Params& q, const Program& p, int row) {
+  return (const uint4*)q.packets[q.rank] + p.packet_of(row) + p.lane;
+}
+DEVICE Packet receive_first(const Params& q, Program& p, int row) {
+  const uint4* from = packet_at(q, p, row);
+  Packet packet = packet_of(nothing(), 0, 0, 0);
+  const bool come = receive(q, p, [&] {
+    if (p.lane >= p.all) return true;
+    packet.first = ld_relaxed_sys_b128(from);
+    packet.each_store([&](int k, uint4& store) { store = ld_relaxed_sys_b128(from + k * p.all); });
+    return packet.has_come(p.tag);
+  });
+  if (!come) packet.first.w = 0;
   return packet;
+}
+// The second round's sums of a row, on all lanes; false after a timeout.
+DEVICE bool receive_second(const Params& q, Program& p, int row, Mixed& sums) {
+  const uint4* from = packet_at(q, p, row) + OF_MIXTURE * p.all;
+  uint4 store = {};
+  const bool come = receive(q, p, [&] {
+    if (p.lane >= p.all) return true;
+    store = ld_relaxed_sys_b128(from);
+    return store.w >> 2 == p.tag;
+  });
+  sums = add_lanes_of({__uint_as_float(store.x), __uint_as_float(store.y)}, p.all);
+  return come;
+}
+
+// A row as all its packets tell it, on all lanes.
+struct Joined {
+  Node node;
+  Value label;
+  u32 own, ignore;  // lanes whose packet has the label, and whose token is ignored
+  int count;        // logits above -inf of the item
+};
+DEVICE Joined joined_of(const Params& q, const Program& p, const Item& item, const Packet& packet,
+                        Scales scales) {
+  const int own_place = (int)q.rank * q.pieces + item.piece;
+  const int count = __shfl_sync(~0u, packet.count(), own_place);
+  const Node x = join_lanes(packet.node(), p.all, scales);
+  const u32 own = __ballot_sync(~0u, p.lane < p.all && packet.has(OWNER));
+  const u32 ignore = __ballot_sync(~0u, p.lane < p.all && packet.has(IGNORED));
+  const float raw = __shfl_sync(~0u, packet.logit(), own ? __ffs(own) - 1 : 0);
+  return {x, value_and_slope(raw, q.before), own, ignore, count};
 }
 
 // A row function's inputs of a row.
@@ -356,7 +451,8 @@ DEVICE Row row_of(const Params& q, const Solved& r, const Given& given) {
   float known[KNOWN + GIVEN + TERMS] = {(float)r.lse, (float)r.log_prob, (float)r.entropy,
                                         (float)r.total, (float)r.forward_kl, (float)r.reverse_kl,
                                         r.topk_forward_kl, r.vocab_forward_kl,
-                                        r.log_outside, (float)r.mass, r.teacher_mass};
+                                        r.log_outside, r.mixture, r.mixture, (float)r.mass,
+                                        r.teacher_mass};
   for (int k = 0; k < GIVEN; k++) known[KNOWN + k] = given.x[k];
   for (int k = 0; k < TERMS; k++) known[KNOWN + GIVEN + k] = q.coefficients[k];
   return row_function(known);
@@ -378,6 +474,20 @@ DEVICE bool is_finished_by(const Params& q, const Item& item) {
   return item.piece == (int)((item.row * 0x9e3779b1u >> 16) % q.pieces);
 }
 
+// A row's factors in shared memory.
+DEVICE AllFactors factors_in(const Shared& s, int slot) {
+  AllFactors f = {s.factor[slot]};
+  if constexpr (HAS_TEACHER) f.teacher = s.teacher_factor[slot];
+  if constexpr (HAS_MIXTURE) f.mixture = s.of.second.factor[slot];
+  return f;
+}
+DEVICE void put_factors(Shared& s, int slot, const AllFactors& f) {
+  s.factor[slot] = f.own;
+  if constexpr (HAS_TEACHER) s.teacher_factor[slot] = f.teacher;
+  if constexpr (HAS_ENTRIES) s.of.entry_factor[slot] = f.entry;
+  if constexpr (HAS_MIXTURE) s.of.second.factor[slot] = f.mixture;
+}
+
 DEVICE void merge(const Params& q, Program& p) {
   Shared& s = p.s;
   const Upstream upstream = foreseen(q);
@@ -391,24 +501,34 @@ DEVICE void merge(const Params& q, Program& p) {
     wait(&s.full[p.slot], p.phase);  // I3
     const Item item = s.item[p.slot];
     if (item.row < 0) {
-      if (p.lane == 0) arrive(&s.ready[p.slot]);  // I12
+      if (p.lane == 0) {
+        if constexpr (HAS_MIXTURE) arrive(&s.of.second.known[p.slot]);  // I12
+        arrive(&s.ready[p.slot]);                                       // I12
+      }
       break;
     }
     // while packets are under way
     const float given = p.lane < GIVEN ? q.given[min(p.lane, GIVENS - 1)][item.row] : 0.f;
     float log_tau = -INF;
     if constexpr (HAS_ENTRIES) log_tau = log_tau_of_label(q, item.row, p.lane);
-    const Packet packet = receive(q, p, item.row);
-    wait(&s.stat[p.slot], p.phase);  // I9
-    const int own_packet = (int)q.rank * q.pieces + item.piece;
-    const int count = __shfl_sync(~0u, packet.count(), own_packet);
+    const Packet packet = receive_first(q, p, item.row);
+    if constexpr (!HAS_MIXTURE) wait(&s.stat[p.slot], p.phase);  // I9
     const Scales scales = scales_of(q, item);
-    Node x = join_lanes(packet.node(), p.all, scales);
-    const u32 own = __ballot_sync(~0u, p.lane < p.all && packet.has(OWNER));
-    const u32 ignore = __ballot_sync(~0u, p.lane < p.all && packet.has(IGNORED));
-    const float raw = __shfl_sync(~0u, packet.logit(), own ? __ffs(own) - 1 : 0);
-    const Value label = value_and_slope(raw, q.before);
+    Joined joined = joined_of(q, p, item, packet, scales);
+    Node& x = joined.node;
+    const Value label = joined.label;
     const float logit = label.value;
+    if constexpr (HAS_MIXTURE) {
+      const RowBases bases = bases_of(x, softmax_of(x, logit, scales));
+      if (p.lane == 0) {
+        put_factors(s, p.slot, first_factors(bases, scales.beside, q.beta));
+        arrive(&s.of.second.known[p.slot]);  // I4, I9
+      }
+      Mixed sums;
+      if (!receive_second(q, p, item.row, sums)) joined.own = 0;
+      wait(&s.of.second.mixed[p.slot], p.phase);  // I9
+      x = Mixture::with_sums(x, sums, bases.over_p, bases.over_q, q.beta);
+    }
     if (HAS_TEACHER && item.target >= 0) x.teacher_logit = logit_of(s.teacher_logit[p.slot]);
     if constexpr (HAS_ENTRIES) x = TopK::with_label(x, logit, log_tau, scales);
     const Given inputs = spread(given);
@@ -416,12 +536,10 @@ DEVICE void merge(const Params& q, Program& p) {
     if constexpr (HAS_ROWS) row = row_of(q, solve(x, logit, scales), inputs);
     __syncwarp();  // I3, I5: all lanes have read the slot
     if (p.lane == 0) {
-      const int owners = owners_of(own, ignore);
-      const AllFactors f = factors_of(q, item.row, x, label, scales, owners, over_divisor, row);
-      s.factor[p.slot] = f.own;
-      if constexpr (HAS_TEACHER) s.teacher_factor[p.slot] = f.teacher;
-      if constexpr (HAS_ENTRIES) s.entry_factor[p.slot] = f.entry;
-      s.factor[p.slot].is_plain = count == item.valid - (item.target >= 0);
+      const int owners = owners_of(joined.own, joined.ignore);
+      AllFactors f = factors_of(q, item.row, x, label, scales, owners, over_divisor, row);
+      f.own.is_plain = joined.count == item.valid - (item.target >= 0);
+      put_factors(s, p.slot, f);
       arrive(&s.ready[p.slot]);  // I4, I9
       if (is_finished_by(q, item)) {
         // A row function has solved it, of which the compiler keeps what derivatives need: the rest
@@ -435,6 +553,73 @@ DEVICE void merge(const Params& q, Program& p) {
       }
     }
     __syncwarp();  // none: the lanes converge
+  }
+}
+
+// -- mix ------------------------------------------------------------------------------------------
+
+// The sums of one of an item's leaves, whose label is added last.
+DEVICE Mixed mix_leaf(const Params& q, const Program& p, const Item& item, int leaf_of_item) {
+  const Span span = span_of_leaf(q, item, leaf_of_item);
+  const Place at = p.place(q);
+  const AllFactors f = factors_in(p.s, p.slot);
+  Mixed even = {}, odd = {};
+  auto add = [&](Mixed& sums, float logit, float teacher, bool all_near) {
+    const float value = value_and_slope(logit, q.before, all_near).value;
+    Mixture::add_column(sums, powers_of(f, value, teacher), f.mixture);
+  };
+  each_vector(at.own, span.begin, span.end, p.lane, q.before,
+              [&](int v, const uint4& r, bool all_near) {
+    const TeacherVector t = of_teacher(at, v);
+#pragma unroll
+    for (int k = 0; k < PAIRS; k++) {
+      const Pair own = pair_of(r, k), teacher = t.pair(k);
+      add(even, own.even, teacher.even, all_near);
+      add(odd, own.odd, teacher.odd, all_near);
+    }
+  });
+  if (p.lane == 0 && span.has(item.target)) {
+    add(even, logit_of(p.s.logit[p.slot]), logit_of(p.s.teacher_logit[p.slot]), false);
+  }
+  const Mixed sums = {add_lanes(even.value + odd.value), add_lanes(even.mean + odd.mean)};
+  return Mixture::ended(sums, f.mixture, q.beta);
+}
+
+DEVICE void mix(const Params& q, Program& p) {
+  Shared& s = p.s;
+  const int w = p.warp - FIRST_MIX;
+  for (;; p.advance(q)) {
+    wait(&s.of.second.known[p.slot], p.phase);  // I3, I4, I5, I9
+    const Item item = s.item[p.slot];
+    Mixed x = {};
+    if (w < q.leaves && item.row >= 0 && !item.ignored()) x = mix_leaf(q, p, item, w);
+    __syncwarp();  // I4, I9: all lanes have read the slot
+    if (p.lane == 0) {
+      if (item.row >= 0) s.node[p.slot][w].keep(x);  // nobody reads an end's
+      arrive(&s.of.second.mixed[p.slot]);  // I4, I5, I9
+    }
+    if (item.row < 0) break;
+  }
+}
+
+// -- tell -----------------------------------------------------------------------------------------
+
+DEVICE void tell(const Params& q, Program& p) {
+  Shared& s = p.s;
+  for (;; p.advance(q)) {
+    wait(&s.of.second.mixed[p.slot], p.phase);  // I3, I5
+    const Item item = s.item[p.slot];
+    if (item.row < 0) {
+      if (p.lane == 0) arrive(&s.ready[p.slot]);  // I12
+      break;
+    }
+    const Mixed sums = add_lanes_of(s.node[p.slot][p.lane % SUM].kept_mixed(), SUM);
+    if (p.lane < q.ranks) {
+      uint4* to = own_packet(q, p, item) + OF_MIXTURE * p.all;
+      st_relaxed_sys_b128(to, store_of(sums, p.tag));
+    }
+    __syncwarp();  // I5, I7: all lanes have read the slot
+    if (p.lane == 0) arrive(&s.ready[p.slot]);  // I4, I5, I7
   }
 }
 
@@ -455,15 +640,15 @@ DEVICE void write_gradient(const Params& q, const Program& p, const Item& item, 
                            int end) {
   Bits* columns = p.columns(q);
   const Place at = p.place(q);
-  const AllFactors f = {p.s.factor[p.slot],
-                        HAS_TEACHER ? p.s.teacher_factor[p.slot] : TeacherFactors()};
-  auto gradient = [&](const uint4& r, const TeacherVector& t, bool is_plain, bool all_near) {
+  const AllFactors f = factors_in(p.s, p.slot);
+  const bool usual = is_usual(f);
+  auto gradient = [&](const uint4& r, const TeacherVector& t, bool is_usual, bool all_near) {
     Pair found[PAIRS];
 #pragma unroll
     for (int k = 0; k < PAIRS; k++) {
       const Pair x = pair_of(r, k), u = t.pair(k);
-      found[k] = {gradient_of(f, x.even, u.even, q.before, is_plain, all_near),
-                  gradient_of(f, x.odd, u.odd, q.before, is_plain, all_near)};
+      found[k] = {gradient_of(f, x.even, u.even, q.before, is_usual, all_near),
+                  gradient_of(f, x.odd, u.odd, q.before, is_usual, all_near)};
     }
     return vector_of(found);
   };
@@ -476,7 +661,7 @@ DEVICE void write_gradient(const Params& q, const Program& p, const Item& item, 
     each_vector(at.own, begin, end, p.lane, q.before, [&](int v, const uint4& r, bool all_near) {
       const TeacherVector t = of_teacher(at, v);
       const uint4 x =
-          f.own.is_plain ? gradient(r, t, true, all_near) : gradient(r, t, false, all_near);
+          usual ? gradient(r, t, true, all_near) : gradient(r, t, false, all_near);
       st_shared_v4(at.own + v * 16, x);
     });
   } else {
@@ -489,10 +674,9 @@ DEVICE void write_gradient(const Params& q, const Program& p, const Item& item, 
     columns[c] = 0;
   }
   if constexpr (HAS_ENTRIES) {
-    if (!item.ignored()) write_entries(p.s.entry_factor[p.slot], entries, columns, q.before);
+    if (!item.ignored()) write_entries(p.s.of.entry_factor[p.slot], entries, columns, q.before);
   }
-  const bool has_label = item.target >= COLUMNS * begin && item.target < COLUMNS * end;
-  if (p.lane == 0 && has_label) columns[item.target] = bits_of(f.own.label);
+  if (p.lane == 0 && Span{begin, end}.has(item.target)) columns[item.target] = bits_of(f.own.label);
 }
 
 // Write the gradient of a row's columns after those that are read, by all grad warps.

@@ -30,10 +30,11 @@ struct Node {
   // entries' sums of tau and of tau (log tau - scale * (value - topk_max)).
   float topk_max, topk_sum, topk_mass, topk_cross, tail_max, tail_sum;
   float label_log_tau;  // -inf where the label is no entry, or not known yet
+  float mixture, mixture_mean;  // Mixture: of a row, from its second round
 };
 DEVICE Node nothing() {
-  return {-INF, 0.f, 0.f, 0.f, 0,   NO_INDEX, -INF, 0.f, 0.f, 0.f,
-          0.f,  0.f, -INF, 0.f, 0.f, 0.f,     -INF, 0.f, -INF};
+  return {-INF, 0.f,  0.f, 0.f, 0,   NO_INDEX, -INF, 0.f,  0.f, 0.f, 0.f,
+          0.f,  -INF, 0.f, 0.f, 0.f, -INF,     0.f,  -INF, 0.f, 0.f};
 }
 DEVICE float finite(float max) { return max == -INF ? 0.f : max; }
 
@@ -94,6 +95,7 @@ struct Solved {
   double teacher_top, student_sum, gap, forward_kl, reverse_kl;
   // TopK: logs of the student's probabilities of the entries and of the tail.
   float log_inside, log_outside, topk_forward_kl, vocab_forward_kl, teacher_mass;
+  float mixture;  // Mixture
 };
 
 // A row's softmax in float32, from which its gradient's factors come; as `Solved`.
@@ -116,6 +118,8 @@ struct Slopes {
   // TopK: and of an entry share times its softmax over the entries, less tau times its probability;
   // of any other column tail times its softmax over the tail.
   float share, tau, tail;
+  // Mixture: and p' (mixture * slope of the column - mixture_mean), p' the student's probability.
+  float mixture, mixture_mean;
 };
 
 // The steps of an optional statistic. Each hides those that it has; the others do nothing.
@@ -428,7 +432,7 @@ struct Divergences : Statistic {
       g.teacher = forward == 0.f ? 0.f : forward / x.teacher_sum;
       g.beside += forward / r.whole;
       const float fall = (x.teacher_logit - finite(x.teacher_max)) * scales.u;
-      g.label += forward * (r.label / r.whole) - g.teacher * ex2(fall * LOG2E);
+      g.label += forward * (r.label / r.whole) - moved(g.teacher, ex2(fall * LOG2E));
     }
     if constexpr (WANTS_REVERSE_KL) {
       g.reverse = reverse / r.whole;
@@ -591,6 +595,96 @@ struct TopK : Statistic {
   }
 };
 
+// A column's powers and their exponents: of the student, of it beside a teacher, of the teacher.
+struct Powers {
+  float t, power;
+  float z, p, u, q;
+};
+// Beside a mixture p and q are probabilities, but for a factor near 1 that a row has: `over_p`,
+// `over_q`. of_p, of_q: what makes of them their parts of the mixture; by, mean: derivatives, as in
+// `Slopes`; beside: see `RowBases`.
+struct MixtureFactors {
+  float of_p, of_q, over_p, over_q;
+  float by, mean, beside;
+};
+// Sums over columns in the second round. Until it is `ended` the value is the teacher's part alone.
+struct Mixed {
+  float value, mean;
+};
+
+// The Jensen-Shannon divergence of p and q, or their total variation: a value, and the mean that
+// its gradient subtracts, as in `divergence.py`. Sums over columns take both probabilities, so that
+// they are those of a second round over the row, in which no column is left out.
+struct Mixture : Statistic {
+  // The student's and the teacher's share of a mixture m; what log2(p / m) is multiplied by.
+  DEVICE static float share_of_p(float beta) { return WANTS_JSD ? 1.f - beta : 1.f; }
+  DEVICE static float share_of_q(float beta) { return WANTS_JSD ? beta : 1.f; }
+  DEVICE static float of_student(float beta) { return WANTS_JSD ? (1.f - beta) * LN2 : 1.f; }
+
+  // log2 of m, to which so little is added that it is finite.
+  DEVICE static float log2_mixture(const Powers& x, const MixtureFactors& f) {
+    return lg2(fmaf(f.of_q, x.q, fmaf(f.of_p, x.p, LEAST_NORMAL)));
+  }
+  DEVICE static float over(float exponent, float log2_m) {
+    return fmaxf(exponent, LOWEST_EXPONENT) - log2_m;
+  }
+  // p - q
+  DEVICE static float apart(const Powers& x, const MixtureFactors& f) {
+    return fmaf(f.of_p, x.p, -(f.of_q * x.q));
+  }
+  DEVICE static float half_sign(float x) { return x > 0.f ? 0.5f : x < 0.f ? -0.5f : 0.f; }
+  // What p times that is summed to the mean.
+  DEVICE static float slope(const Powers& x, const MixtureFactors& f) {
+    return WANTS_JSD ? over(x.z, log2_mixture(x, f)) : half_sign(apart(x, f));
+  }
+
+  DEVICE static void add_column(Mixed& sums, const Powers& x, const MixtureFactors& f) {
+    if constexpr (WANTS_JSD) {
+      const float log2_m = log2_mixture(x, f);
+      sums.value = fmaf(x.q, over(x.u, log2_m), sums.value);
+      sums.mean = fmaf(x.p, over(x.z, log2_m), sums.mean);
+    } else {
+      const float difference = apart(x, f), sign = half_sign(difference);
+      sums.value = fmaf(sign, difference, sums.value);
+      sums.mean = fmaf(sign, x.p, sums.mean);
+    }
+  }
+  DEVICE static Mixed ended(const Mixed& sums, const MixtureFactors& f, float beta) {
+    const float mean = of_student(beta) * f.over_p * sums.mean;
+    return {WANTS_JSD ? fmaf(beta * LN2 * f.over_q, sums.value, mean) : sums.value, mean};
+  }
+  // A row with its sums of the second round. Exponents are logarithms of probabilities but for the
+  // same number in all columns of a row, whose part of the sums this adds.
+  DEVICE static Node with_sums(Node x, const Mixed& sums, float over_p, float over_q, float beta) {
+    const float of_mean = WANTS_JSD ? of_student(beta) * lg2(over_p) : 0.f;
+    const float of_value = WANTS_JSD ? fmaf(beta * LN2, lg2(over_q), of_mean) : 0.f;
+    x.mixture = sums.value + of_value;
+    x.mixture_mean = sums.mean + of_mean;
+    return x;
+  }
+
+  DEVICE static void solve(Solved& r, const Node& x, float, Scales) { r.mixture = x.mixture; }
+  DEVICE static void differentiate(Slopes& g, const Params& q, const Row& row, const Node& x,
+                                   const Softmax& softmax, float factor) {
+    float by = WANTS_JSD ? q.jsd_factor : q.total_variation_factor;
+    const float square = WANTS_JSD ? q.jsd_square : q.total_variation_square;
+    if (square != 0.f) by += square * x.mixture;
+    if constexpr (HAS_ROWS) by += row.by[WANTS_JSD ? 9 : 10];
+    if (by == 0.f) return;
+    if (!(x.teacher_sum > 0.f)) g.each = g.label = NONE;  // it has no probabilities
+    by *= factor * softmax.scales.beside;
+    g.mixture = by * of_student(q.beta);
+    g.mixture_mean = by * x.mixture_mean;
+  }
+  template <class Settle>
+  DEVICE static void store(const Params& q, const Node& x, float, const Solved& r,
+                           const Settle& settle, const Item& item, bool) {
+    const double nothing = x.teacher_sum > 0.f ? 0.0 : NONE;
+    (WANTS_JSD ? q.jsd : q.total_variation)[item.row] = settle(r.mixture + nothing);
+    (WANTS_JSD ? q.jsd_mean : q.total_variation_mean)[item.row] = settle(x.mixture_mean + nothing);
+  }
+};
+
 // A step of all statistics that the kernel is compiled with.
 template <class... S> struct All {
   DEVICE static void add(LaneSums& x, Logit a, Logit b, bool is_plain) {
@@ -628,4 +722,4 @@ template <class S> struct If<false, S> {
 };
 using Optional = All<If<WANTS_ENTROPY, Entropy>::Type, If<WANTS_TOTAL, Total>::Type,
                      If<WANTS_ARGMAX, Argmax>::Type, If<HAS_TEACHER, Divergences>::Type,
-                     If<HAS_ENTRIES, TopK>::Type>;
+                     If<HAS_ENTRIES, TopK>::Type, If<HAS_MIXTURE, Mixture>::Type>;

@@ -20,6 +20,16 @@ DEVICE Node join_lanes(Node x, int lanes, Scales scales) {
   return x;
 }
 
+// The sums of the first `lanes` lanes in a binary tree.
+DEVICE Mixed add_lanes_of(Mixed x, int lanes) {
+#pragma unroll 1
+  for (int d = 1; d < lanes; d *= 2) {
+    x.value = __fadd_rn(x.value, __shfl_xor_sync(~0u, x.value, d));
+    x.mean = __fadd_rn(x.mean, __shfl_xor_sync(~0u, x.mean, d));
+  }
+  return x;
+}
+
 // Of two words of logits, the larger ones; of a word, the largest one.
 template <class B> DEVICE u32 max_words(u32 a, u32 b) {
   if constexpr (IS_FLOAT32<B>) {

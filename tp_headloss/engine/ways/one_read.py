@@ -34,7 +34,7 @@ from ..one_read.cuts import (
     teacher_vectors,
 )
 from ..one_read.launch import Upstream, memory_of
-from ..one_read.params import ENTRIES, FLAGS, RANKS, TERMS, VALUES
+from ..one_read.params import ENTRIES, FLAGS, MIXTURES, RANKS, TERMS, VALUES
 from ..passes import Reduced
 from ..reductions import FusedReduction
 from ..request import Facts, Request, Tensors, without_gaps
@@ -220,7 +220,10 @@ def obstacle_to_loss(request: Request, reduction: FusedReduction, inplace: bool)
     )
     if found:
         return found
-    others = x.column_weight, x.sets, x.set_spans, x.label_logits, x.ids
+    known = x._replace(
+        temperatures=None, teacher=None, scales=None, entries=None, entry_log_probs=None
+    )
+    others = known[2:]  # beside logits and labels
     if request.ways is None and any(tensor is not None for tensor in others):
         return "a call without class weights, sets, given ids or ranks"
     return obstacle_to_rows(x.logits, inplace) if facts.world_size == 1 else None
@@ -271,6 +274,9 @@ def _obstacle_of_kind(
     others = [*{*facts.want} - {*FLAGS}, *{*summed} - SUMMED]
     if others:
         return f"no statistics but {sorted({*FLAGS} | SUMMED)}, got {sorted({*others})}"
+    mixtures = [name for name in MIXTURES if name in facts.want]
+    if len(mixtures) > 1 or (mixtures and has_entries(facts)):
+        return f"one of {list(MIXTURES)}, and no top-K teacher beside it, got {list(facts.want)}"
     if len(statistics) > VALUES:
         return f"at most {VALUES} sums of terms and metrics, got {list(statistics)}"
     if facts.scale < 0:
