@@ -100,7 +100,7 @@ GROUPS = {
         ("engine/one_read/statistics.cuh", "Mixture.half_sign", "x < 0.f ? -0.5f : 0.f", "-0.5f"),
         ("engine/one_read/statistics.cuh", "Mixture.add_column", "over(x.u, log2_m)", "over(x.z, log2_m)"),
         ("engine/one_read/statistics.cuh", "Mixture.add_column", "fmaf(sign, x.p, sums.mean)", "fmaf(sign, x.q, sums.mean)"),
-        ("engine/one_read/statistics.cuh", "Mixture.ended", "fmaf(beta * LN2 * f.over_q, sums.value, mean)", "sums.value + mean"),
+        ("engine/one_read/statistics.cuh", "Mixture.ended", "fmaf(f.of_q * LN2, sums.value, mean)", "sums.value + mean"),
         ("engine/one_read/statistics.cuh", "Mixture.with_sums", "sums.mean + of_mean", "sums.value + of_mean"),
         ("engine/one_read/statistics.cuh", "Mixture.differentiate", "by += square * x.mixture;", "by += square;"),
         ("engine/one_read/statistics.cuh", "Mixture.differentiate", "factor * softmax.scales.beside", "factor"),

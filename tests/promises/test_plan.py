@@ -227,7 +227,9 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("file", ["tp1_linear", "tp4_linear", "tp1_linear_fp8_h100"])
-def test_the_memory_is_what_the_benchmarks_measured_on_gpus(file):
+def test_the_memory_is_what_the_benchmarks_measured_on_gpus(file, monkeypatch):
+    # on GPUs of another size, too, where a call takes more without asking
+    monkeypatch.setattr(plan, "free_share", lambda device: plan.ASSUMED_SHARE)
     rows = json.loads((ROOT / f"docs/bench/{file}.json").read_text())["rows"]
     compared = 0
     for row in rows:

@@ -1,10 +1,13 @@
 """A request's tensors and numbers as kernels take them."""
 
 import functools
+from collections.abc import Iterable
 from typing import NamedTuple
 
+import torch
+
 from ..statistics import Layout
-from ..statistics.records_triton import Inputs
+from ..statistics.records_triton import Inputs, Lists
 from .device_layout import DeviceLayout, device_layout
 from .launch import int_key
 from .request import Facts, Request, Tensors
@@ -29,6 +32,11 @@ def inputs_of(request: Request) -> tuple[Inputs, Prepared]:
     ]
     prepared = _prepared(request.facts, request.layout, *kinds)
     return Inputs._make(request.tensors + prepared.numbers), prepared
+
+
+def room_at_lists(names: Iterable[str], inputs: Inputs, dtype: torch.dtype) -> Lists:
+    """Return uninitialised memory for the gradient at the ids of those lists."""
+    return Lists(**{name: torch.empty_like(getattr(inputs, name), dtype=dtype) for name in names})
 
 
 @functools.lru_cache(maxsize=1024)

@@ -4,10 +4,10 @@ contract."""
 import torch
 
 from ..statistics import Layout, distinct_triton, softmax_triton
-from ..statistics.records_triton import Inputs, Lists, LossGradient
+from ..statistics.records_triton import Inputs, LossGradient
 from ..statistics.topk import distinct_entries
 from . import at_ids_triton, kernels
-from .device_inputs import inputs_of
+from .device_inputs import inputs_of, room_at_lists
 from .device_layout import DeviceLayout, device_layout
 from .fp8_triton import add_to_weight, finish_hidden, split_gradient, turn_to_fp8  # noqa: F401 (part of the contract)
 from .launch import (
@@ -210,7 +210,7 @@ def logits_gradient(out, request: Request, merged, grads: dict, loss=None):
     (n_rows, width), strides, facts, names = out.shape, out.stride(), request.facts, tuple(grads)
     (inputs, prepared), rows = inputs_of(request), device_layout(request.layout)
     lists = rows.gradient_lists(names)
-    exact = Lists.of_gradients(lists, inputs, out.dtype)
+    exact = room_at_lists(lists, inputs, out.dtype)
     for name in rows.per_id:
         if name in grads:
             grads = grads | {name: _sums_at_ids(grads[name], inputs.ids)}

@@ -7,8 +7,6 @@ cannot return None.
 
 from typing import Any, NamedTuple
 
-import torch
-
 
 class Inputs(NamedTuple):
     """Tensors, in the order of `request.Tensors`, and numbers that the kernels read besides packets
@@ -170,11 +168,6 @@ class Lists(NamedTuple):
     ids: object = None
     sets: object = None
     entries: object = None
-
-    @classmethod
-    def of_gradients(cls, names, inputs, dtype: torch.dtype) -> "Lists":
-        """Room for the gradient at the ids of those lists."""
-        return cls(**{name: torch.empty_like(getattr(inputs, name), dtype=dtype) for name in names})
 
 
 class Places(NamedTuple):

@@ -64,7 +64,7 @@ void mixtures(const Node* node, const float* z, const float* u, Mixed* found, in
   const AllFactors f = first_factors(bases, scales.beside, beta);
   Mixed sums = {};
   for (int i = 0; i < n; i++) Mixture::add_column(sums, powers_of(f, z[i], u[i]), f.mixture);
-  const Mixed all = Mixture::ended(sums, f.mixture, beta);
+  const Mixed all = Mixture::ended(sums, f.mixture);
   const Node x = Mixture::with_sums(*node, all, bases.over_p, bases.over_q, beta);
   *found = {x.mixture, x.mixture_mean};
 }

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import torch
 
-from ...statistics.records_triton import Inputs, Lists, LossGradient
-from ..device_inputs import inputs_of
+from ...statistics.records_triton import Inputs, LossGradient
+from ..device_inputs import inputs_of, room_at_lists
 from ..kernels import COLUMNS
 from ..launch import LATE_PROGRAMS, PreparedLaunch, ceil_div, dtype_key, gradient_launch, int_key
 from ..request import Request, Tensors, places_of
@@ -79,7 +79,7 @@ class LateGradient:
         grads = {name: (c, values[i]) if squared else (c,) for i, name, c, squared in self.terms}
         upstream = self.rows.grads(*map(grads.get, self.rows.grads._fields))
         inputs, loss = Inputs(*tensors, *self.numbers), LossGradient(loss, inverse, weight)
-        exact = Lists.of_gradients(self.lists, inputs, gradient.dtype)
+        exact = room_at_lists(self.lists, inputs, gradient.dtype)
         self.launch(
             gradient,
             *self.strides,

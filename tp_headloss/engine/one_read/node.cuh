@@ -263,7 +263,6 @@ DEVICE AllFactors first_factors(const RowBases& bases, float beside, float beta)
   AllFactors f = {};
   f.own.by = bases.z.by, f.own.at = bases.z.at;
   f.teacher.by = bases.u.by, f.teacher.at = bases.u.at, f.teacher.beside = beside;
-  f.mixture.over_p = bases.over_p, f.mixture.over_q = bases.over_q;
   f.mixture.of_p = Mixture::share_of_p(beta) * bases.over_p;
   f.mixture.of_q = Mixture::share_of_q(beta) * bases.over_q;
   f.mixture.beside = bases.beside;

@@ -582,7 +582,7 @@ DEVICE Mixed mix_leaf(const Params& q, const Program& p, const Item& item, int l
     add(even, logit_of(p.s.logit[p.slot]), logit_of(p.s.teacher_logit[p.slot]), false);
   }
   const Mixed sums = {add_lanes(even.value + odd.value), add_lanes(even.mean + odd.mean)};
-  return Mixture::ended(sums, f.mixture, q.beta);
+  return Mixture::ended(sums, f.mixture);
 }
 
 DEVICE void mix(const Params& q, Program& p) {

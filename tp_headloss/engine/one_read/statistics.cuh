@@ -600,12 +600,12 @@ struct Powers {
   float t, power;
   float z, p, u, q;
 };
-// Beside a mixture p and q are probabilities, but for a factor near 1 that a row has: `over_p`,
-// `over_q`. of_p, of_q: what makes of them their parts of the mixture; by, mean: derivatives, as in
-// `Slopes`; beside: see `RowBases`.
+// Beside a mixture p and q are probabilities but for factors near 1 that a row has, see `RowBases`.
+// of_p, of_q: what makes of them their parts of the mixture; by, mean: derivatives, as `Slopes` has
+// them.
 struct MixtureFactors {
-  float of_p, of_q, over_p, over_q;
-  float by, mean, beside;
+  float of_p, of_q, beside;
+  float by, mean;
 };
 // Sums over columns in the second round. Until it is `ended` the value is the teacher's part alone.
 struct Mixed {
@@ -649,9 +649,10 @@ struct Mixture : Statistic {
       sums.mean = fmaf(sign, x.p, sums.mean);
     }
   }
-  DEVICE static Mixed ended(const Mixed& sums, const MixtureFactors& f, float beta) {
-    const float mean = of_student(beta) * f.over_p * sums.mean;
-    return {WANTS_JSD ? fmaf(beta * LN2 * f.over_q, sums.value, mean) : sums.value, mean};
+  DEVICE static Mixed ended(const Mixed& sums, const MixtureFactors& f) {
+    if constexpr (!WANTS_JSD) return {sums.value, f.of_p * sums.mean};
+    const float mean = f.of_p * LN2 * sums.mean;
+    return {fmaf(f.of_q * LN2, sums.value, mean), mean};
   }
   // A row with its sums of the second round. Exponents are logarithms of probabilities but for the
   // same number in all columns of a row, whose part of the sums this adds.
