@@ -140,6 +140,7 @@ def sanitizer(tool: str, limit) -> Step:
         return Step(name, None, 0.0, "there is no compute-sanitizer on this machine")
     command = [found, "--tool", tool, "--error-exitcode", "3", "--launch-timeout", "60"]
     command += [sys.executable, "scripts/bench/small_shapes.py"]
+    command += ["--rounds", "1"] if tool == "racecheck" else []
     status, output, seconds = call(command, limit, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
     if "Device not supported" in output or "not supported on this" in output:
         return Step(
