@@ -636,6 +636,35 @@ def test_a_gradient_is_written_for_the_upstream_gradient_that_is_given_or_forese
         assert not forecast(bad, streak=3, patience=3)[1]
 
 
+SHARED = '#include "ptx.cuh"\n#include "shared.cuh"\n'
+# of calls that have the most in shared memory
+LARGEST = [
+    (),
+    ("FORWARD_KL", "REVERSE_KL", "TEMPERED"),
+    ("REVERSE_KL", "TEMPERED", "TEACHER_FLOAT32"),
+    ("TOPK_FORWARD_KL", "VOCAB_FORWARD_KL", "TAIL_LOG_MASS"),
+    ("JSD", "FORWARD_KL", "REVERSE_KL", "TEMPERED"),
+    ("JSD", "REVERSE_KL", "TEMPERED", "TEACHER_FLOAT32"),
+    ("TOTAL_VARIATION", "REVERSE_KL", "TEMPERED"),
+]
+
+
+@needs_compiler
+@pytest.mark.parametrize("flags", LARGEST)
+@pytest.mark.parametrize("is_fp32", [False, True])
+def test_what_the_roles_share_fits_beside_the_slots(is_fp32, flags, tmp_path):
+    flags = [f"-D{flag}" for flag in flags if not (is_fp32 and flag == "TEACHER_FLOAT32")]
+    flags += ["-DFLOAT32"] if is_fp32 else []
+    assert compiled(tmp_path, SHARED, "-fsyntax-only", *flags) == ""
+
+
+@needs_compiler
+def test_what_does_not_fit_does_not_compile(tmp_path, monkeypatch):
+    larger = SOURCES["node.cuh"].replace("float by, at, each,", "float more[9], by, at, each,", 1)
+    monkeypatch.setitem(SOURCES, "node.cuh", larger)
+    assert "sizeof(Shared)" in compiled(tmp_path, SHARED, "-fsyntax-only")
+
+
 ARGUMENT = '#include "ptx.cuh"\n#include "params.cuh"\n'
 # A field of the struct, and a wrong one in its place.
 WRONG = [

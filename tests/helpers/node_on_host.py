@@ -61,7 +61,7 @@ def scales_of(scale):
 def compiled(folder, source, *options):
     """Compile for the host, where `ptx.cuh` is that of the helpers. -> what the compiler says, or
     "" if nothing."""
-    for name in ("numbers.cuh", "params.cuh", "statistics.cuh", "node.cuh"):
+    for name in ("numbers.cuh", "params.cuh", "statistics.cuh", "node.cuh", "shared.cuh"):
         (folder / name).write_text(SOURCES[name])
     shutil.copy(HOST / "ptx.cuh", folder)
     (folder / "source.cpp").write_text(source)

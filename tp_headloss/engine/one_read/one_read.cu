@@ -1,10 +1,11 @@
 // The loss and its gradient in one launch that reads each logit once, on one GPU and on several,
 // which exchange their packets inside of it. What it serves: `ways/one_read.py`; who does what:
 // `roles.cuh`. The parts, from the ground up:
-//   numbers     types, numbers, flags                  node     a row: joins, statistics, factors
+//   numbers     types, numbers, flags                  shared   what the roles share
 //   ptx         the inline assembly                    warps    sums of a warp
 //   params      the kernel's argument                  tokens   stores and sums of tokens
 //   statistics  a struct for each optional statistic   roles    the warps' roles
+//   node        a row: joins, statistics, factors
 //
 // Nodes are joined in a binary tree over leaves that depends on the vocabulary alone: equal bits on
 // 1, 2, 4 and 8 ranks. What it is compiled with: `numbers.cuh`.
