@@ -1,7 +1,8 @@
 // The warps' roles, and what they share: who may write what, when, and what makes others see it.
 //
 // A program per multiprocessor stays and takes items, pieces of rows, in order. Each item lies in a
-// slot of a ring in shared memory, while the roles follow each other; a slot has five barriers:
+// slot of a ring in shared memory, while the roles follow each other; a slot has five barriers, and
+// two more beside a mixture:
 //   role   what it does                                                           what it ends
 //   load   claims the next item once a slot is free, and copies the logits in     full
 //   sum    maximum and sum of exponentials of leaves, the label left out, and     stat
