@@ -157,6 +157,16 @@ def test_gradients_agree_with_float64(is_tempered, scale, name, host, host_of_on
             assert (np.abs(found - expected) <= atol + 1e-4 * np.abs(expected)).all()
 
 
+def test_equal_probabilities_are_no_divergence_and_have_no_slope(name, host):
+    """Of equal logits, whose probabilities are exact."""
+    z = np.zeros(8)
+    node, *_ = row_of(z, z, 1.0)
+    found = mixed(host, node, z, z, 1.0)
+    assert found["value"] == found["mean"] == 0
+    node["mixture"] = node["mixture_mean"] = 0
+    assert not gradient(host, z, z, node, student_scale=BESIDE, **{f"{name}_factor": 1.0}).any()
+
+
 def test_a_metric_leaves_the_gradient_alone_whatever_the_teacher_is(host):
     z, u = np.array([0.5, 1.0, 2.0]), np.full(3, np.nan)
     node = node_of(z[1:]).reshape(1)

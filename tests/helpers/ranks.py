@@ -147,8 +147,9 @@ def _close_pools():
 
 
 def close_crowded_pools():
-    """Those whose ranks have made many groups: each of gloo's has a thread that wakes up a hundred times
-    a second for as long as its process lives, and those of idle ranks would take a processor."""
+    """End pools whose ranks have made many groups: each of gloo's has a thread that wakes up a hundred
+    times a second for as long as its process lives, and those of idle ranks would take a
+    processor."""
     for pool in [] if torch.cuda.is_available() else list(POOLS.values()):
         threads = Path(f"/proc/{pool.workers[0].pid}/task")
         if threads.exists() and len(list(threads.iterdir())) > CROWDED:

@@ -113,8 +113,8 @@ DEVICE Node join(Node a, Node b, Scales scales) {
 // and in the second round
 //   mixture  value   mean   0                                   tag << 2
 // All but the first are there where somebody wants them; the label's, where a logit has 32 bits. An
-// item has fewer columns than 2^16. There is no room for
-// another number: a further store is one more in WORDS, `each_store` and `words_of`, `params.py`.
+// item has fewer columns than 2^16. There is no room for another number: a further store is one
+// more in WORDS, `each_store`, and `words_of` in `params.py`.
 struct Packet {
   uint4 first, second, teacher, beside, topk, tail, label;
   // f(place, store) of each store but the first that there is.

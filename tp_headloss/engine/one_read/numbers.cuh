@@ -9,9 +9,8 @@ typedef long long i64;
 
 // What the kernel is compiled with: statistics that a call wants besides lse and log_prob, whether
 // a term of its loss is an entropy, whether its logits are fp16 or fp32 instead of bf16 and have a
-// softcap,
-// whether the student has another temperature beside a teacher, and whether a `row_function` stands
-// before the source.
+// softcap, whether the student has another temperature beside a teacher, and whether a
+// `row_function` stands before the source.
 #ifdef ENTROPY
 constexpr bool WANTS_ENTROPY = true;
 #else
@@ -117,8 +116,8 @@ struct Row {
 DEVICE Row row_function(const float*) { return {}; }
 #endif
 
-// Which of them have to do with a teacher, with a top-K teacher, and need a row's probabilities, so
-// that there is a second round of packets: beside a mixture of both distributions, see `Mixture`.
+// Whether some of these statistics compare with a teacher, whether some with a top-K teacher, and
+// whether one needs a row's probabilities, and so a second round of packets, see `Mixture`.
 constexpr bool HAS_MIXTURE = WANTS_JSD || WANTS_VARIATION;
 constexpr bool HAS_TEACHER = WANTS_FORWARD_KL || WANTS_REVERSE_KL || HAS_MIXTURE;
 constexpr bool HAS_BESIDE = WANTS_REVERSE_KL || IS_TEMPERED;
