@@ -467,13 +467,6 @@ REFUSED = {
         dict(terms=(hl.Distillation(),), inputs={"teacher": hl.Teacher(torch.zeros(N, V).half())}),
         "a teacher of the student's dtype or float32, torch.bfloat16, got torch.float16",
     ),
-    "a teacher's entropy": (
-        dict(
-            metrics=("teacher_entropy",),
-            inputs={"teacher": hl.Teacher(torch.zeros(N, V).bfloat16())},
-        ),
-        "got .*'teacher_entropy'",
-    ),
     "two mixtures": (
         dict(
             terms=(hl.Distillation(1.0, "jsd"), hl.Distillation(1.0, "total_variation")),

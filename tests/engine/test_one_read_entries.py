@@ -28,7 +28,7 @@ pytestmark = needs_compiler
 def host(tmp_path_factory):
     return library(
         tmp_path_factory.mktemp("node"),
-        without=(*one_read_params.DIVERGENCES, *one_read_params.MIXTURES, "tempered"),
+        without=(*one_read_params.OF_TEACHER, "tempered"),
     )
 
 
@@ -144,12 +144,12 @@ def test_divergences_agree_with_float64(scale, host):
     scale = float(np.float32(scale))
     for exact, label, log_tau in taught_rows():
         node = row_node(host, exact, label, log_tau, scale)
-        logit, values = exact[label : label + 1].astype(np.float32), np.empty(12)
+        logit, values = exact[label : label + 1].astype(np.float32), np.empty(13)
         host.solves(pointer(node), pointer(logit), pointer(values), 1, scales_of(scale))
         z = scale * exact
         expected = values_in_float64(z, log_tau)
         size = 1 + np.ptp(z[z > -np.inf])
-        np.testing.assert_allclose(values[8:], expected, rtol=2e-6, atol=2e-6 * size)
+        np.testing.assert_allclose(values[8:12], expected, rtol=2e-6, atol=2e-6 * size)
 
 
 def gradient_in_float64(z, label, log_tau, by):
@@ -251,8 +251,7 @@ def test_an_unknown_mass_makes_its_own_statistics_nan_alone(host):
     z, log_tau = np.array([1.0, 2.0, 0.5]), np.array([np.nan, -np.inf, -np.inf])
     node = with_entries(z[1:], log_tau[1:], 1.0).reshape(1)
     node = labelled(host, node, z, 0, log_tau, 1.0)
-    names = "mean", "entropy", "total", "mass", *one_read_params.OUTPUTS[18:32]
-    rows = {name: np.zeros(1, dtype=np.float32) for name in names}
+    rows = {name: np.zeros(1, dtype=np.float32) for name in one_read_params.OUTPUTS[8:]}
     fields = {"labels": np.zeros(1, dtype=np.int64), "wide_labels": 1, **rows}
     fields |= {"argmax": np.zeros(1, dtype=np.int64), "hits": np.zeros(1, dtype=np.uint8)}
     host.stores(argument(**fields), pointer(node), ctypes.c_float(1.0), 0, 0)

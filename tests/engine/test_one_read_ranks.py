@@ -63,7 +63,8 @@ def _sharded(group, device, vocab_size, metrics=(), transposed=False, kind="plai
         given["inputs"] = {"teacher": hl.Teacher(teacher, temperature=2.0)}
     if kind == "mixture":
         _, teacher = _shard(group, teacher_beside(logits), vocab_size)
-        given = {"terms": (hl.CrossEntropy(0.5), hl.Distillation(0.5, "jsd"))}
+        both = hl.Distillation(0.5, "jsd"), hl.Distillation(0.2, "cross_entropy")
+        given = {"terms": (hl.CrossEntropy(0.5), *both)}
         given["inputs"] = {"teacher": hl.Teacher(teacher, temperature=2.0)}
     if kind == "top-K":
         teacher = hl.TopKTeacher(*entries_beside(logits, 50), renormalize=False)

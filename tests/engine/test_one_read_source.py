@@ -47,6 +47,12 @@ def host_of_fp32(tmp_path_factory):
     return library(tmp_path_factory.mktemp("fp32"), "-DFLOAT32")
 
 
+@pytest.fixture(scope="module")
+def plain_host_of_fp32(tmp_path_factory):
+    without = *one_read_params.FLAGS, "entropy_term", "tempered"
+    return library(tmp_path_factory.mktemp("plain"), "-DFLOAT32", without=without)
+
+
 @needs_compiler
 def test_nothing_is_the_identity_of_a_join(host):
     a, *_ = parts_and_whole(rows())
@@ -104,7 +110,8 @@ def test_a_packet_carries_a_node_the_labels_logit_and_flags(flags, is_fp32, host
     if is_fp32:
         host = host_of_fp32
     *_, whole = parts_and_whole(rows())
-    for i, name in enumerate(("teacher_max", "teacher_sum", "cross", "gap", "teacher_logit")):
+    of_teacher = "teacher_max", "teacher_sum", "cross", "gap", "teacher_logit", "teacher_moment"
+    for i, name in enumerate(of_teacher):
         whole[name] = np.arange(len(whole)) + i / 8
     random = np.random.default_rng(2)
     logits = random.standard_normal(len(whole)).astype(np.float32)
@@ -124,9 +131,9 @@ def test_a_packet_carries_a_node_the_labels_logit_and_flags(flags, is_fp32, host
 
 
 @needs_compiler
-def test_a_packet_has_come_once_all_stores_are_of_this_launch(host, host_of_fp32):
+def test_a_packet_has_come_once_all_stores_are_of_this_launch(host, plain_host_of_fp32):
     for launch in (1, 2, 7, 0x3FFFFFFF):
-        for one, stores in ((host, (0, 1, 2, 3)), (host_of_fp32, (0, 1, 2, 3, 6))):
+        for one, stores in ((host, (0, 1, 2, 3, 6)), (plain_host_of_fp32, (0, 6))):
             assert one.has_come(launch, -1, 0)
             for store in stores:
                 assert not one.has_come(launch, store, launch - 1)
@@ -165,7 +172,8 @@ def test_a_leaf_agrees_with_float64(scale, host):
         np.testing.assert_allclose(found["student_sum"], whole["student_sum"], rtol=3e-6)
         sizes = (scale * np.abs(exact), np.abs(u))
         size = 3e-6 * sum(x[np.isfinite(x)].max(initial=1) for x in sizes)
-        for name, weights in (("cross", "teacher_sum"), ("gap", "student_sum")):
+        sums = ("cross", "teacher_sum"), ("gap", "student_sum"), ("teacher_moment", "teacher_sum")
+        for name, weights in sums:
             expected = whole[name].astype(np.float64)
             atol = size * (1 + whole[weights])
             np.testing.assert_allclose(found[name], expected, rtol=0, atol=atol, err_msg=name)
@@ -216,7 +224,7 @@ def solved(host, z, label, scale=1.0):
     """The kernel's lse, log_prob, entropy, total, mass and whole of a row without a teacher."""
     node = node_of(np.delete(z, label), scale=scale).reshape(1)
     logit = np.array([z[label]], dtype=np.float32)
-    found = np.empty(12)
+    found = np.empty(13)
     host.solves(pointer(node), pointer(logit), pointer(found), 1, scales_of(scale))
     return found[:6]
 
@@ -279,7 +287,7 @@ def gradient(host, logits, label, node, upstream=1.0, owners=1, teacher=None, **
     return found[:-1]
 
 
-TAUGHT = *one_read_params.DIVERGENCES, *WITHOUT
+TAUGHT = *one_read_params.OF_TEACHER, *WITHOUT
 STUDENTS = [name for name in one_read_params.TERMS if name not in TAUGHT]
 
 
@@ -402,11 +410,11 @@ def test_gradients_through_a_softcap_agree_with_float64(by, tmp_path):
     [(3.0, 9, 9), (2.0, 4, 4), (2.0, 6, 5), (1.0, 4, 5), (-np.inf, 4, 5)],
 )
 def test_the_argmax_is_the_lowest_id_of_the_largest_logit(logit, label, expected, host):
-    rest = *NO_TEACHER, 1.5, 0, 0, *NO_ENTRIES, *NO_MIXTURE
+    rest = *NO_TEACHER, 1.5, 0, 0, 0, *NO_ENTRIES, *NO_MIXTURE
     node = np.array([(2.0, 1.5, 0, 3.0, 2, 5, *rest)], dtype=NODE)
     labels, argmax = np.array([label]), np.empty(1, dtype=np.int64)
     hits = np.empty(1, dtype=np.uint8)
-    names = "mean", "entropy", "total", "mass", "forward_kl", "reverse_kl"
+    names = "mean", "entropy", "total", "mass", "forward_kl", "reverse_kl", "teacher_entropy"
     names += "student_sum", "teacher_shift", "teacher_sum", "gap"
     others = {name: np.empty(1, dtype=np.float32) for name in names}
     fields = {"labels": labels, "wide_labels": 1, "argmax": argmax, "hits": hits, **others}
@@ -455,7 +463,8 @@ def test_a_teachers_sums_agree_with_float64_in_any_tree(scale, host):
             np.testing.assert_array_equal(found[name], whole[name], err_msg=name)
         for name in ("teacher_sum", "student_sum"):
             np.testing.assert_allclose(found[name], whole[name], rtol=3e-5, err_msg=name)
-        for name, weights in (("cross", "teacher_sum"), ("gap", "student_sum")):
+        sums = ("cross", "teacher_sum"), ("gap", "student_sum"), ("teacher_moment", "teacher_sum")
+        for name, weights in sums:
             # an infinite gap is one but where its p underflows in some part
             finite = np.isfinite(found[name]) & np.isfinite(whole[name])
             assert finite.sum() > len(cases) / 3, name
@@ -482,14 +491,15 @@ def test_divergences_and_their_gradients_agree_with_float64(scale, host):
     for exact, label, u in taught_rows():
         node = node_of(np.delete(exact, label), scale=scale)
         node = with_teacher(node, exact, u, scale, label)
-        logit, values = exact[label : label + 1].astype(np.float32), np.empty(12)
+        logit, values = exact[label : label + 1].astype(np.float32), np.empty(13)
         given = pointer(node.reshape(1)), pointer(logit), pointer(values)
         host.solves(*given, 1, scales_of(scale))
         beside = BESIDE * scale * exact
         forward, reverse, p, q, apart = divergences_in_float64(beside, TEACHER_SCALE * u)
         there = u > -np.inf
         size = np.abs(scale * exact[exact > -np.inf]).max() + np.abs(u[there]).max()
-        for found, expected in ((values[6], forward), (values[7], reverse)):
+        entropy = -(q[q > 0] * np.log(q[q > 0])).sum()
+        for found, expected in ((values[6], forward), (values[7], reverse), (values[12], entropy)):
             assert found == expected or abs(found - expected) <= 2e-6 * size + 1e-5 * expected
         fields = {"scale": scale, "forward_kl_factor": 2.0, "log_prob_factor": -0.5}
         found = gradient(host, exact, label, node, teacher=u, **fields)
@@ -532,9 +542,9 @@ def test_gradients_of_squared_divergences_agree_with_float64(name, host):
 @needs_compiler
 def test_a_teacher_without_probabilities_has_no_divergence(host):
     node = node_of([1.0, 2.0]).reshape(1)
-    logit, values = np.array([0.5], dtype=np.float32), np.empty(12)
+    logit, values = np.array([0.5], dtype=np.float32), np.empty(13)
     host.solves(pointer(node), pointer(logit), pointer(values), 1, scales_of(1.0))
-    assert np.isnan(values[6:8]).all() and np.isfinite(values[:6]).all()
+    assert np.isnan(values[[6, 7, 12]]).all() and np.isfinite(values[:6]).all()
     for name in one_read_params.DIVERGENCES:
         logits = np.array([0.5, 1.0, 2.0])
         assert np.isnan(gradient(host, logits, 0, node, **{f"{name}_factor": 1.0})).all()
@@ -641,10 +651,10 @@ SHARED = '#include "ptx.cuh"\n#include "shared.cuh"\n'
 LARGEST = [
     (),
     ("FORWARD_KL", "REVERSE_KL", "TEMPERED"),
-    ("REVERSE_KL", "TEMPERED", "TEACHER_FLOAT32"),
+    ("REVERSE_KL", "TEACHER_ENTROPY", "TEMPERED", "TEACHER_FLOAT32"),
     ("TOPK_FORWARD_KL", "VOCAB_FORWARD_KL", "TAIL_LOG_MASS"),
-    ("JSD", "FORWARD_KL", "REVERSE_KL", "TEMPERED"),
-    ("JSD", "REVERSE_KL", "TEMPERED", "TEACHER_FLOAT32"),
+    ("JSD", "FORWARD_KL", "REVERSE_KL", "TEACHER_ENTROPY", "TEMPERED"),
+    ("JSD", "REVERSE_KL", "TEACHER_ENTROPY", "TEMPERED", "TEACHER_FLOAT32"),
     ("TOTAL_VARIATION", "REVERSE_KL", "TEMPERED"),
 ]
 

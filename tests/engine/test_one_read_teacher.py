@@ -22,6 +22,7 @@ from tp_headloss.engine.reductions import StatisticValue
 on_hopper = pytest.mark.cuda  # the GPU tests run where the kernel does
 KL = hl.Distillation
 DIVERGENCES = "forward_kl", "reverse_kl", "jsd", "total_variation"
+OF_TEACHER = *DIVERGENCES, "teacher_entropy"
 TEMPERATURES = torch.tensor([0.7, 1.0, 2.0, 1.3, 0.5, 3.0])
 TAUGHT = {
     "forward KL": {"terms": (KL(),)},
@@ -84,6 +85,14 @@ TAUGHT = {
     },
     "a scale": {"terms": (KL(), hl.ZLoss(0.01)), "transform": hl.Transform(scale=0.5)},
     "a softcap": {"terms": (KL(), hl.ZLoss(0.01)), "transform": hl.Transform(softcap=9.0)},
+    "cross-entropy to it": {"terms": (hl.CrossEntropy(0.5), KL(0.5, "cross_entropy"))},
+    "cross-entropy to it at another temperature": {
+        "terms": (KL(0.5, "cross_entropy", temperature_squared=True), KL(0.5, "reverse_kl")),
+        "transform": hl.Transform(softcap=9.0),
+        "temperature": 2.0,
+    },
+    "its entropy, a metric": {"terms": (hl.CrossEntropy(),), "metrics": ("teacher_entropy",)},
+    "JSD and cross-entropy to it": {"terms": (KL(0.3, "cross_entropy"), KL(0.7, "jsd"))},
     "JSD": {"terms": (KL(1.0, "jsd"),)},
     "JSD and all": {
         "terms": (hl.CrossEntropy(0.5, 0.1), hl.Entropy(-0.1), KL(0.5, "jsd")),
@@ -150,6 +159,7 @@ def taught_noise(logits, given):
 MANY = (
     *("all", "reverse KL", "another temperature, both", "temperatures beside it"),
     *("JSD", "JSD and all", "JSD at another temperature", "total variation"),
+    "cross-entropy to it at another temperature",
 )
 WIDTHS = [(case, width) for case in TAUGHT for width in (704, 1000)]
 WIDTHS += [(case, width) for case in MANY for width in (8, 32064, 128256)]
@@ -197,8 +207,10 @@ def test_a_late_gradient_knows_the_teacher(upstream, divergence, device):
 
 
 @on_hopper
-@pytest.mark.parametrize("is_metric", [False, True])
-@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize(
+    "divergence, is_metric",
+    [*((name, False) for name in DIVERGENCES), *((name, True) for name in OF_TEACHER)],
+)
 def test_odd_teachers_are_those_of_two_launches(divergence, is_metric, device):
     logits, labels = problem(device, n_rows=9)
     teacher = teacher_beside(logits)

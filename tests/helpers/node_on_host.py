@@ -31,6 +31,7 @@ NODE = np.dtype(
         ("student_sum", "f4"),
         ("gap", "f4"),
         ("teacher_logit", "f4"),
+        ("teacher_moment", "f4"),
         ("topk_max", "f4"),
         ("topk_sum", "f4"),
         ("topk_mass", "f4"),
@@ -114,7 +115,7 @@ def node_of(z, first=0, scale=1.0):
     z = np.asarray(z, dtype=np.float64)
     if (z == -np.inf).all():  # or there is none
         index = first if len(z) else 0x7FFFFFFF
-        found = (-np.inf, 0, 0, 0, 0, index, *NO_TEACHER, 0, 0, 0, *NO_ENTRIES, *NO_MIXTURE)
+        found = (-np.inf, 0, 0, 0, 0, index, *NO_TEACHER, 0, 0, 0, 0, *NO_ENTRIES, *NO_MIXTURE)
         return np.array(found, dtype=NODE)
     top = -np.inf if np.isnan(z).all() else np.nanmax(z)
     with np.errstate(invalid="ignore"):
@@ -124,7 +125,7 @@ def node_of(z, first=0, scale=1.0):
     index = first + int(np.argmax(z == top))
     total = z[z != -np.inf].sum()
     own = top, p.sum(), moment, total, (z != -np.inf).sum(), index
-    found = *own, *NO_TEACHER, beside.sum(), 0, 0, *NO_ENTRIES, *NO_MIXTURE
+    found = *own, *NO_TEACHER, beside.sum(), 0, 0, 0, *NO_ENTRIES, *NO_MIXTURE
     return np.array(found, dtype=NODE)
 
 
@@ -132,12 +133,13 @@ def with_teacher(node, z, u, scale=1.0, label=None):
     """The node with the sums of a teacher's logits u beside the logits z, in float64. label: its
     column, of which `node` has no part."""
     node, there, z = node.copy(), u > -np.inf, z.astype(np.float32).astype(np.float64)
-    with np.errstate(invalid="ignore", over="ignore"):
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         apart = TEACHER_SCALE * u - BESIDE * scale * z
         if there.any():
             q = np.exp(TEACHER_SCALE * (u - u.max()))
             node["teacher_max"], node["teacher_sum"] = u.max(), q.sum()
             node["cross"] = np.where(q > 1e-37, q * apart, 0).sum()
+            node["teacher_moment"] = np.where(q > 0, q * np.log(q), 0).sum()
         p = np.exp(BESIDE * scale * (z - float(node["max"])))
         if label is not None:
             p[label] = 0

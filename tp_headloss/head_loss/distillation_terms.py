@@ -72,7 +72,7 @@ def Distillation(
         want,
         inputs=("teacher",),
         tokenwise=True,
-        pointwise=not is_sum,
+        pointwise=True,
     )
 
 

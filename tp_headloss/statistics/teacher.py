@@ -35,7 +35,7 @@ DIVERGENCES = ("jsd", "total_variation")
 class TeacherFamily(Family):
     statistics = ("forward_kl", "reverse_kl", "teacher_entropy")
     gradients = narrow_gradients = ("forward_kl", "reverse_kl")
-    in_one_read = ("forward_kl", "reverse_kl")
+    in_one_read = ("forward_kl", "reverse_kl", "teacher_entropy")
     # maximum and sum of the teacher; the mean of z' - u, 0 if not wanted
     merged = ("teacher_shift", "teacher_sum", "gap")
 

@@ -15,15 +15,16 @@ void joins(const Node* a, const Node* b, Node* x, int n, Scales scales) {
   for (int i = 0; i < n; i++) x[i] = join(a[i], b[i], scales);
 }
 
-// found: [n, 12] lse, log_prob, entropy, total, mass, whole, forward_kl, reverse_kl,
-// topk_forward_kl, vocab_forward_kl, tail_log_mass, teacher_mass
+// found: [n, 13] lse, log_prob, entropy, total, mass, whole, forward_kl, reverse_kl,
+// topk_forward_kl, vocab_forward_kl, tail_log_mass, teacher_mass, teacher_entropy
 void solves(const Node* x, const float* logits, double* found, int n, Scales scales) {
-  for (int i = 0; i < n; i++, found += 12) {
+  for (int i = 0; i < n; i++, found += 13) {
     const Solved r = solve(x[i], logits[i], scales);
     found[0] = r.lse, found[1] = r.log_prob, found[2] = r.entropy;
     found[3] = r.total, found[4] = r.mass, found[5] = r.whole;
     found[6] = r.forward_kl, found[7] = r.reverse_kl, found[8] = r.topk_forward_kl;
     found[9] = r.vocab_forward_kl, found[10] = r.log_outside, found[11] = r.teacher_mass;
+    found[12] = r.teacher_entropy;
   }
 }
 
@@ -121,7 +122,7 @@ void no_packets(Node* found, int n) {
 int has_come(u32 launch, int other, u32 of_other) {
   Packet packet = packet_of(nothing(), 0, launch, OWNER | IGNORED);
   uint4* stores[] = {&packet.first, &packet.second, &packet.teacher, &packet.beside,
-                     &packet.topk,  &packet.tail,   &packet.label};
+                     &packet.topk,  &packet.tail,   &packet.more};
   if (other >= 0) stores[other]->w = of_other << 2;
   return packet.has_come(launch);
 }

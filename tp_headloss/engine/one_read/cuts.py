@@ -8,7 +8,7 @@ import functools
 import torch
 
 from ..request import Facts, Request, Tensors
-from .kernel import OF_TEACHER, SHARED
+from .kernel import ROOM_OF_TEACHER, SHARED
 from .params import OF_ENTRIES, SLOTS, Cuts
 
 # bytes of a vector; vectors of a leaf, at most; packets of a row, at most
@@ -30,7 +30,7 @@ def cuts_of(chunk: int, chunks: int, teacher_vectors: int = 0, has_entries: bool
     while leaves > 1 and -(-chunk * leaves // (1 << cuts)) * VECTOR * matrices > LARGEST:
         leaves //= 2
     size = matrices * -(-(-(-chunk * leaves // (1 << cuts)) * VECTOR) // 128) * 128
-    slots = (SHARED - OF_TEACHER * (teacher_vectors > 0 or has_entries)) // size
+    slots = (SHARED - ROOM_OF_TEACHER * (teacher_vectors > 0 or has_entries)) // size
     return Cuts(chunk, cuts, leaves, (chunks << cuts) // leaves, min(slots, SLOTS), size)
 
 

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import torch
 
-from .params import DIVERGENCES, MIXTURES, OF_ENTRIES, RANKS, THREADS, agreement
+from .params import OF_ENTRIES, OF_TEACHER, RANKS, THREADS, agreement
 
 FOLDER = Path(__file__).parent
 SHARED = 224 * 1024  # bytes of shared memory for all slots
-OF_TEACHER = 2688  # less than that in calls with a teacher, whose sums take room beside them
+ROOM_OF_TEACHER = 3072  # less than that in calls with a teacher, whose sums take room, too
 FORECASTS = 1024
 ARGUMENTS = ctypes.c_void_p * 1
 KERNELS = 256  # that a process keeps
@@ -144,8 +144,8 @@ class Kernel:
             self.module, self.function = ctypes.c_void_p(), ctypes.c_void_p()
             driver.cuModuleLoadData(ctypes.byref(self.module), self.image)
             driver.cuModuleGetFunction(ctypes.byref(self.function), self.module, b"one_read")
-            of_teacher = {*DIVERGENCES, *MIXTURES, *OF_ENTRIES} & {flag.lower() for flag in flags}
-            most = SHARED - OF_TEACHER * bool(of_teacher)
+            of_teacher = {*OF_TEACHER, *OF_ENTRIES} & {flag.lower() for flag in flags}
+            most = SHARED - ROOM_OF_TEACHER * bool(of_teacher)
             driver.cuFuncSetAttribute(self.function, MOST_DYNAMIC_SHARED_MEMORY, most)
         self.index, pointer = index, ctypes.c_void_p
         driver.cuLaunchKernel.argtypes = (

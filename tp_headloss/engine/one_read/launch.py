@@ -32,9 +32,8 @@ from .cuts import (
 from .kernel import Memory, kernel_of, turns_on
 from .params import (
     ADDRESSES,
-    DIVERGENCES,
     GIVENS,
-    MIXTURES,
+    OF_TEACHER,
     OUTPUTS,
     TERMS,
     VALUES,
@@ -48,7 +47,7 @@ _log = logging.getLogger("tp_headloss")
 
 def has_teacher(facts: Facts) -> bool:
     """Whether a call compares with a teacher."""
-    return not {*facts.want}.isdisjoint((*DIVERGENCES, *MIXTURES))
+    return not {*facts.want}.isdisjoint(OF_TEACHER)
 
 
 def _copy(logits: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:

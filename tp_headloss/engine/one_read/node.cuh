@@ -74,7 +74,8 @@ DEVICE Logit read_logit(float logit, float teacher, const Reading& by, bool all_
   x.exponent = fmaf(x.value, by.bases.z.by, -by.bases.z.at);
   x.power = ex2(x.exponent);
   if constexpr (HAS_TEACHER) {
-    x.q = ex2(fmaf(teacher, by.bases.u.by, -by.bases.u.at));
+    x.u = fmaf(teacher, by.bases.u.by, -by.bases.u.at);
+    x.q = ex2(x.u);
     x.p = IS_TEMPERED ? ex2(x.exponent * by.scales.beside) : x.power;
     const float z = x.value * by.scales.z;
     x.apart = fmaf(teacher, by.scales.u, -z * by.scales.beside);
@@ -109,21 +110,20 @@ DEVICE Node join(Node a, Node b, Scales scales) {
 //   beside   sum     gap    the label's logit of the teacher    tag << 2
 //   topk     max     sum    cross                               tag << 2
 //   tail     max     sum    mass of the entries                 tag << 2
-//   label    logit   0      0                                   tag << 2
+//   more     the label's logit   moment of the teacher   0      tag << 2
 // and in the second round
 //   mixture  value   mean   0                                   tag << 2
-// All but the first are there where somebody wants them; the label's, where a logit has 32 bits. An
-// item has fewer columns than 2^16. There is no room for another number: a further store is one
-// more in WORDS, `each_store`, and `words_of` in `params.py`.
+// All but the first are there where somebody wants them; `more`, where a logit has 32 bits, too. An
+// item has fewer columns than 2^16.
 struct Packet {
-  uint4 first, second, teacher, beside, topk, tail, label;
+  uint4 first, second, teacher, beside, topk, tail, more;
   // f(place, store) of each store but the first that there is.
   template <class F> DEVICE void each_store(const F& f) {
     if constexpr (HAS_SECOND) f(1, second);
     if constexpr (HAS_TEACHER) f(1 + HAS_SECOND, teacher);
     if constexpr (HAS_BESIDE) f(2 + HAS_SECOND, beside);
     if constexpr (HAS_ENTRIES) f(FIRST_OF_ENTRIES, topk), f(FIRST_OF_ENTRIES + 1, tail);
-    if constexpr (IS_FLOAT32<Bits>) f(OF_LABEL, label);
+    if constexpr (HAS_MORE) f(MORE, more);
   }
   DEVICE bool has_come(u32 tag) {
     bool come = first.w >> 2 == tag;
@@ -132,7 +132,7 @@ struct Packet {
   }
   DEVICE int count() const { return first.z & 0xffffu; }
   DEVICE float logit() const {  // the label's
-    return IS_FLOAT32<Bits> ? __uint_as_float(label.x) : high(first.z);
+    return IS_FLOAT32<Bits> ? __uint_as_float(more.x) : high(first.z);
   }
   DEVICE bool has(u32 flag) const { return first.w & flag; }
   DEVICE Node node() const {
@@ -140,9 +140,9 @@ struct Packet {
     return {number(first.x),   number(first.y),   number(second.x),  number(second.z),
             count(),           (int)second.y,     number(teacher.x), number(teacher.y),
             number(teacher.z), number(beside.x),  number(beside.y),  number(beside.z),
-            number(topk.x),    number(topk.y),    number(tail.z),    number(topk.z),
-            number(tail.x),    number(tail.y),    -INF,              0.f,
-            0.f};
+            number(more.y),    number(topk.x),    number(topk.y),    number(tail.z),
+            number(topk.z),    number(tail.x),    number(tail.y),    -INF,
+            0.f,               0.f};
   }
 };
 // The store of the second round.
@@ -159,7 +159,7 @@ DEVICE Packet packet_of(const Node& x, Bits logit, u32 tag, u32 flags) {
           make_uint4(bits(x.student_sum), bits(x.gap), bits(x.teacher_logit), tag << 2),
           make_uint4(bits(x.topk_max), bits(x.topk_sum), bits(x.topk_cross), tag << 2),
           make_uint4(bits(x.tail_max), bits(x.tail_sum), bits(x.topk_mass), tag << 2),
-          make_uint4(logit, 0, 0, tag << 2)};
+          make_uint4(logit, bits(x.teacher_moment), 0, tag << 2)};
 }
 
 // -- A row ----------------------------------------------------------------------------------------
@@ -189,8 +189,8 @@ DEVICE Solved solve(Node x, float logit, Scales scales) {
 // The row once more, for a `solve` of its own.
 DEVICE Node again(Node x) {
   for (float* sum : {&x.max, &x.sum, &x.moment, &x.total, &x.teacher_max, &x.teacher_sum, &x.cross,
-                     &x.student_sum, &x.gap, &x.teacher_logit, &x.topk_max, &x.topk_sum,
-                     &x.topk_mass, &x.topk_cross, &x.tail_max, &x.tail_sum}) {
+                     &x.student_sum, &x.gap, &x.teacher_logit, &x.teacher_moment, &x.topk_max,
+                     &x.topk_sum, &x.topk_mass, &x.topk_cross, &x.tail_max, &x.tail_sum}) {
     make_opaque(*sum);
   }
   return x;

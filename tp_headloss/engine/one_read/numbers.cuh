@@ -36,6 +36,11 @@ constexpr bool WANTS_REVERSE_KL = true;
 #else
 constexpr bool WANTS_REVERSE_KL = false;
 #endif
+#ifdef TEACHER_ENTROPY
+constexpr bool WANTS_TEACHER_ENTROPY = true;
+#else
+constexpr bool WANTS_TEACHER_ENTROPY = false;
+#endif
 #ifdef JSD
 constexpr bool WANTS_JSD = true;
 #else
@@ -102,7 +107,7 @@ constexpr u32 WITHOUT_SIGN = IS_FLOAT32<Bits> ? 0x7fffffffu : 0x7fff7fffu;
 constexpr int COLUMNS = 16 / sizeof(Bits);  // of a vector of 16 bytes
 constexpr int TEACHER_VECTORS = sizeof(TeacherBits) / sizeof(Bits);  // beside each of the student's
 // Statistics that a row function has derivatives by, and those that it is given; see `params.py`.
-constexpr int SLOPES = 11, KNOWN = 13;
+constexpr int SLOPES = 11, KNOWN = 14;
 #ifdef ROWS
 constexpr bool HAS_ROWS = true;
 #else
@@ -119,7 +124,8 @@ DEVICE Row row_function(const float*) { return {}; }
 // Whether some of these statistics compare with a teacher, whether some with a top-K teacher, and
 // whether one needs a row's probabilities, and so a second round of packets, see `Mixture`.
 constexpr bool HAS_MIXTURE = WANTS_JSD || WANTS_VARIATION;
-constexpr bool HAS_TEACHER = WANTS_FORWARD_KL || WANTS_REVERSE_KL || HAS_MIXTURE;
+constexpr bool HAS_TEACHER =
+    WANTS_FORWARD_KL || WANTS_REVERSE_KL || WANTS_TEACHER_ENTROPY || HAS_MIXTURE;
 constexpr bool HAS_BESIDE = WANTS_REVERSE_KL || IS_TEMPERED;
 constexpr bool HAS_ENTRIES = WANTS_TOPK_KL || WANTS_VOCAB_KL || WANTS_TAIL;
 static_assert(!(WANTS_JSD && WANTS_VARIATION) && !(HAS_MIXTURE && HAS_ENTRIES));
@@ -145,11 +151,12 @@ constexpr int SLOTS = 10, RANKS = 8, VALUES = 6, GIVENS = 8, ENTRIES = 128;
 constexpr int TOKENS_AT_ONCE = 6, VECTORS_AT_ONCE = 4;
 // 16-byte stores of a packet: the first, one for what else the student has, one of a teacher, one
 // for what the student is beside a teacher, two for a top-K teacher's entries and the tail, one for
-// a label's logit of 32 bits, and that of the second round.
+// a label's logit of 32 bits and for the teacher's entropy, and that of the second round.
 constexpr bool HAS_SECOND = WANTS_ENTROPY || WANTS_ARGMAX || WANTS_TOTAL;
 constexpr int FIRST_OF_ENTRIES = 1 + HAS_SECOND + HAS_TEACHER + HAS_BESIDE;
-constexpr int OF_LABEL = FIRST_OF_ENTRIES + 2 * HAS_ENTRIES;
-constexpr int OF_MIXTURE = OF_LABEL + IS_FLOAT32<Bits>;
+constexpr bool HAS_MORE = IS_FLOAT32<Bits> || WANTS_TEACHER_ENTROPY;
+constexpr int MORE = FIRST_OF_ENTRIES + 2 * HAS_ENTRIES;
+constexpr int OF_MIXTURE = MORE + HAS_MORE;
 constexpr int WORDS = OF_MIXTURE + HAS_MIXTURE;
 // Flags of a packet: its rank has the label; the token is ignored.
 constexpr u32 OWNER = 1, IGNORED = 2;

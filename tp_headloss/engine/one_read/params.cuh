@@ -26,7 +26,7 @@ struct Params {
   float *entropy, *mean, *total, *mass;           // [rows] each, or null
   i64* argmax;                                    // [rows] or null
   unsigned char* hits;                            // [rows] or null
-  float *forward_kl, *reverse_kl;                 // [rows] each, or null
+  float *forward_kl, *reverse_kl, *teacher_entropy;  // [rows] each, or null
   float *student_sum, *teacher_shift, *teacher_sum, *gap;  // [rows] each, or null: merged rows
   // [rows] each, or null: of a top-K teacher; then its merged rows
   float *topk_forward_kl, *vocab_forward_kl, *tail_log_mass, *teacher_mass;

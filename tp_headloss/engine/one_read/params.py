@@ -12,14 +12,15 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 # Statistics that a kernel is compiled with, in capitals.
-DIVERGENCES = "forward_kl", "reverse_kl"  # from a teacher whose logits are read, too
-MIXTURES = "jsd", "total_variation"  # and which need a second round of packets
+DIVERGENCES = "forward_kl", "reverse_kl"
+MIXTURES = "jsd", "total_variation"  # which need a second round of packets
+OF_TEACHER = *DIVERGENCES, "teacher_entropy", *MIXTURES  # whose logits are read, too
 OF_ENTRIES = "topk_forward_kl", "vocab_forward_kl", "tail_log_mass"  # of a top-K teacher
-FLAGS = "entropy", "argmax", "total", *DIVERGENCES, *MIXTURES, *OF_ENTRIES
+FLAGS = "entropy", "argmax", "total", *OF_TEACHER, *OF_ENTRIES
 # Statistics of a loss that one launch computes.
 TERMS = "lse", "log_prob", "entropy", "total", *DIVERGENCES, *OF_ENTRIES, *MIXTURES
 # Statistics that a row function is given, in the order of `row_of`.
-KNOWN = *TERMS, "mass", "teacher_mass"
+KNOWN = *TERMS, "mass", "teacher_mass", "teacher_entropy"
 
 RANKS, THREADS = 8, 1024  # ranks, at most, and threads of a program
 # slots, values that are summed, inputs of a row function, entries of a token, at most
@@ -70,6 +71,7 @@ OUTPUTS = (
     "hits",
     "forward_kl",
     "reverse_kl",
+    "teacher_entropy",
     "student_sum",
     "teacher_shift",
     "teacher_sum",
@@ -170,12 +172,12 @@ def words_of(want: Iterable[str], is_tempered: bool, is_float32: bool) -> int:
     """16-byte stores of a packet in calls that want these optional statistics. is_tempered: the
     student has another temperature beside a teacher. is_float32: the logits are fp32."""
     wanted = {*want}
-    of_entries, mixtures = wanted & {*OF_ENTRIES}, wanted & {*MIXTURES}
-    of_teacher = wanted & {*DIVERGENCES} | mixtures
+    of_teacher, of_entries = wanted & {*OF_TEACHER}, wanted & {*OF_ENTRIES}
     has_others = of_teacher | of_entries < wanted
     is_beside = is_tempered or "reverse_kl" in wanted
-    stores = 1 + has_others + (1 + is_beside if of_teacher else 0)
-    return stores + (2 if of_entries else 0) + is_float32 + bool(mixtures)
+    has_more = is_float32 or "teacher_entropy" in wanted
+    stores = 1 + has_others + (1 + is_beside if of_teacher else 0) + (2 if of_entries else 0)
+    return stores + has_more + (not wanted.isdisjoint(MIXTURES))
 
 
 def agreement(*flags: str) -> str:

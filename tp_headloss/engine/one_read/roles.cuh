@@ -399,7 +399,7 @@ DEVICE Row row_of(const Params& q, const Solved& r, const Given& given) {
                                         (float)r.total, (float)r.forward_kl, (float)r.reverse_kl,
                                         r.topk_forward_kl, r.vocab_forward_kl,
                                         r.log_outside, r.mixture, r.mixture, (float)r.mass,
-                                        r.teacher_mass};
+                                        r.teacher_mass, (float)r.teacher_entropy};
   for (int k = 0; k < GIVEN; k++) known[KNOWN + k] = given.x[k];
   for (int k = 0; k < TERMS; k++) known[KNOWN + GIVEN + k] = q.coefficients[k];
   return row_function(known);

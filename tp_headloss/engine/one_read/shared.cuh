@@ -5,7 +5,7 @@
 
 // A node in shared memory, where what has to do with a teacher takes room in such calls alone.
 struct KeptNode {
-  static constexpr int FIRST = HAS_BESIDE ? 12 : HAS_TEACHER ? 9 : 6;
+  static constexpr int FIRST = WANTS_TEACHER_ENTROPY ? 13 : HAS_BESIDE ? 12 : HAS_TEACHER ? 9 : 6;
   static constexpr int OF_ENTRIES = HAS_ENTRIES ? 6 : 0;
   u32 words[FIRST + OF_ENTRIES];
   DEVICE void keep(const Node& x) {
@@ -26,7 +26,7 @@ struct KeptNode {
     return x;
   }
 };
-static_assert(sizeof(Node) == 21 * sizeof(u32));
+static_assert(sizeof(Node) == 22 * sizeof(u32));
 constexpr int ENTRY_SLOTS = HAS_ENTRIES ? SLOTS : 1;
 constexpr int TEACHER_SLOTS = HAS_TEACHER ? SLOTS : 1;
 constexpr int MIXTURE_SLOTS = HAS_MIXTURE ? SLOTS : 1;
@@ -56,4 +56,4 @@ struct Shared {
 };
 // The slots take the rest of 227 KiB, see `cuts_of`. A number more in a node costs
 // SLOTS * SUM * 4 = 320 bytes.
-static_assert(sizeof(Shared) <= (HAS_TEACHER || HAS_ENTRIES ? 5760 : 3072));
+static_assert(sizeof(Shared) <= (HAS_TEACHER || HAS_ENTRIES ? 6144 : 3072));

@@ -25,7 +25,8 @@ struct Node {
   float teacher_max, teacher_sum, cross;
   // And without the label's: sum of p = exp(z' - max z'), sum of p (z' - u).
   float student_sum, gap;
-  float teacher_logit;  // of the label; 0 where it is not
+  float teacher_logit;   // of the label; 0 where it is not
+  float teacher_moment;  // with the label's: sum of q (u - max u)
   // TopK: of the entries and of all other columns, the tail, their own maximum and sum; and the
   // entries' sums of tau and of tau (log tau - scale * (value - topk_max)).
   float topk_max, topk_sum, topk_mass, topk_cross, tail_max, tail_sum;
@@ -33,8 +34,8 @@ struct Node {
   float mixture, mixture_mean;  // Mixture: of a row, from its second round
 };
 DEVICE Node nothing() {
-  return {-INF, 0.f,  0.f, 0.f, 0,   NO_INDEX, -INF, 0.f,  0.f, 0.f, 0.f,
-          0.f,  -INF, 0.f, 0.f, 0.f, -INF,     0.f,  -INF, 0.f, 0.f};
+  return {-INF, 0.f, 0.f,  0.f, 0,   NO_INDEX, -INF, 0.f, 0.f,  0.f, 0.f,
+          0.f,  0.f, -INF, 0.f, 0.f, 0.f,      -INF, 0.f, -INF, 0.f, 0.f};
 }
 DEVICE float finite(float max) { return max == -INF ? 0.f : max; }
 
@@ -65,7 +66,8 @@ struct Bases {
 // A logit, and power = 2^exponent in the base of its leaf.
 struct Logit {
   float value, exponent, power;
-  float q, p, apart;  // Divergences: powers of teacher and student beside it, u - z'
+  // Divergences: powers of teacher and student beside it, u - z', the exponent of q
+  float q, p, apart, u;
 };
 // A lane's sums while it reads a leaf, two logits at a time; exponents are those of base 2.
 struct LaneSums {
@@ -73,7 +75,7 @@ struct LaneSums {
   float moment_even, moment_odd;  // Entropy: power * exponent
   float total;                    // Total
   int count;
-  float teacher, cross, student, gap;  // Divergences
+  float teacher, cross, student, gap, teacher_moment;  // Divergences
 };
 
 // A row's statistics in float64, from its node without the label and the label's value.
@@ -92,7 +94,7 @@ struct Solved {
   double mean, entropy;  // Entropy: mean of z - top
   double total, mass;    // Total: over all logits above -inf, and how many these are
   // Divergences: the largest u; the sum of p, relative to the largest z', and the mean of z' - u.
-  double teacher_top, student_sum, gap, forward_kl, reverse_kl;
+  double teacher_top, student_sum, gap, forward_kl, reverse_kl, teacher_entropy;
   // TopK: logs of the student's probabilities of the entries and of the tail.
   float log_inside, log_outside, topk_forward_kl, vocab_forward_kl, teacher_mass;
   float mixture;  // Mixture
@@ -277,8 +279,8 @@ struct Argmax : Statistic {
 };
 
 // KL(q || p) and KL(p || q) of a teacher's probabilities q and the student's p beside it: the means
-// of u - z' by q and of z' - u by p, and the difference of both logarithms of sums. Where q or p is
-// 0 nothing is added, whatever the other is.
+// of u - z' by q and of z' - u by p, and the difference of both logarithms of sums; and the entropy
+// of q, which has no gradient. Where q or p is 0 nothing is added, whatever the other is.
 struct Divergences : Statistic {
   // A divergence that rounding has made negative is 0; NaN stays.
   template <class T> DEVICE static T at_least_0(T x) { return x < (T)0 ? (T)0 : x; }
@@ -290,27 +292,35 @@ struct Divergences : Statistic {
     if constexpr (WANTS_FORWARD_KL) x.cross += weighed(a.q, a.apart, is_plain);
     if constexpr (IS_TEMPERED) x.student += a.p;
     if constexpr (WANTS_REVERSE_KL) x.gap -= weighed(a.p, a.apart, is_plain);
+    if constexpr (WANTS_TEACHER_ENTROPY) x.teacher_moment += weighed(a.q, a.u, is_plain);
   }
   DEVICE static void add(LaneSums& x, Logit a, Logit b, bool is_plain) {
     add_one(x, a, is_plain);
     add_one(x, b, is_plain);
   }
-  DEVICE static float magnitude(const LaneSums& x) { return fabsf(x.cross) + fabsf(x.gap); }
+  DEVICE static float magnitude(const LaneSums& x) {
+    return fabsf(x.cross) + fabsf(x.gap) + fabsf(x.teacher_moment);
+  }
 
   DEVICE static void begin(Node& x, const LaneSums& from) {
     x.teacher_sum = from.teacher;
     x.cross = from.cross;
     x.student_sum = from.student;
     x.gap = from.gap;
+    x.teacher_moment = from.teacher_moment;
   }
   DEVICE static void add_lane(Node& x, int d) {
     x.teacher_sum += __shfl_xor_sync(~0u, x.teacher_sum, d);
     if constexpr (WANTS_FORWARD_KL) x.cross += __shfl_xor_sync(~0u, x.cross, d);
     if constexpr (IS_TEMPERED) x.student_sum += __shfl_xor_sync(~0u, x.student_sum, d);
     if constexpr (WANTS_REVERSE_KL) x.gap += __shfl_xor_sync(~0u, x.gap, d);
+    if constexpr (WANTS_TEACHER_ENTROPY) {
+      x.teacher_moment += __shfl_xor_sync(~0u, x.teacher_moment, d);
+    }
   }
   DEVICE static void end(Node& x, const Bases& bases) {
     const float of_teacher = ex2(-bases.u.rest), of_student = ex2(-bases.beside * bases.z.rest);
+    x.teacher_moment = LN2 * (x.teacher_moment - bases.u.rest * x.teacher_sum) * of_teacher;
     x.teacher_sum *= of_teacher;
     x.cross *= of_teacher;
     x.student_sum *= of_student;
@@ -344,6 +354,14 @@ struct Divergences : Statistic {
     const float of_b = factor_of(b.teacher_max, shift, scales);
     x.teacher_sum = __fadd_rn(__fmul_rn(a.teacher_sum, of_a), __fmul_rn(b.teacher_sum, of_b));
     if constexpr (WANTS_FORWARD_KL) x.cross = __fadd_rn(moved(of_a, a.cross), moved(of_b, b.cross));
+    if constexpr (WANTS_TEACHER_ENTROPY) {
+      auto moment = [&](const Node& part, float factor) {
+        const float drop = __fmul_rn(__fsub_rn(part.teacher_max, shift), scales.u);
+        const float more = __fmul_rn(fmaxf(drop, LOWEST_DROP), part.teacher_sum);
+        return __fmul_rn(factor, __fadd_rn(part.teacher_moment, more));
+      };
+      x.teacher_moment = __fadd_rn(moment(a, of_a), moment(b, of_b));
+    }
     if constexpr (HAS_BESIDE) {
       const float own_a = beside(left, scales), own_b = beside(right, scales);
       x.student_sum = __fadd_rn(__fmul_rn(a.student_sum, own_a), __fmul_rn(b.student_sum, own_b));
@@ -355,6 +373,9 @@ struct Divergences : Statistic {
     x.teacher_max = __shfl_xor_sync(~0u, from.teacher_max, d);
     x.teacher_sum = __shfl_xor_sync(~0u, from.teacher_sum, d);
     x.cross = __shfl_xor_sync(~0u, from.cross, d);
+    if constexpr (WANTS_TEACHER_ENTROPY) {
+      x.teacher_moment = __shfl_xor_sync(~0u, from.teacher_moment, d);
+    }
     if constexpr (HAS_BESIDE) {
       x.student_sum = __shfl_xor_sync(~0u, from.student_sum, d);
       x.gap = __shfl_xor_sync(~0u, from.gap, d);
@@ -400,6 +421,10 @@ struct Divergences : Statistic {
                          log(r.student_sum);
     const double nothing = x.teacher_sum > 0.f ? 0.0 : NONE;  // it has no probabilities
     r.forward_kl = at_least_0(x.cross / (double)x.teacher_sum - apart) + nothing;
+    if constexpr (WANTS_TEACHER_ENTROPY) {
+      const double mean = x.teacher_moment / (double)x.teacher_sum;
+      r.teacher_entropy = log((double)x.teacher_sum) - mean + nothing;
+    }
     if constexpr (WANTS_REVERSE_KL) {
       const double of_label = label == 0.0 ? 0.0 : label * (a * r.z - x.teacher_logit * scales.u);
       r.gap = ((factor == 0.0 ? 0.0 : x.gap * factor) + of_label) / r.student_sum;
@@ -450,6 +475,7 @@ struct Divergences : Statistic {
     const double of_teacher = r.teacher_top - (double)(float)r.teacher_top;
     if constexpr (WANTS_FORWARD_KL) q.forward_kl[item.row] = settle(r.forward_kl);
     if constexpr (WANTS_REVERSE_KL) q.reverse_kl[item.row] = settle(r.reverse_kl);
+    if constexpr (WANTS_TEACHER_ENTROPY) q.teacher_entropy[item.row] = settle(r.teacher_entropy);
     q.student_sum[item.row] = settle(r.student_sum * exp(a * own) + nothing);
     q.teacher_shift[item.row] = settle(r.teacher_top + nothing);
     q.teacher_sum[item.row] = settle(x.teacher_sum * exp(of_teacher) + nothing);

@@ -40,7 +40,7 @@ from ..reductions import FusedReduction
 from ..request import Facts, Request, Tensors, without_gaps
 from .way import Case, Found, Loss, Way
 
-SUMMED = {*TERMS, "target_logit", "hits", "teacher_mass"}
+SUMMED = {*TERMS, "target_logit", "hits", "teacher_mass", "teacher_entropy"}
 ALIGNED = 32  # columns of which a multiple has no gaps between the rows of a block
 # of GPUs, logits of a rank, and columns of one rank and of one of several where it was faster
 CAPABILITY, FEWEST, NARROWEST_ALONE, NARROWEST = (9, 0), 1 << 22, 2048, 4096
