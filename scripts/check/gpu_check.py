@@ -36,7 +36,8 @@ ROOT = Path(__file__).parents[2]
 VERDICT = {True: "passed", False: "**failed**", None: "not run"}
 # What takes longest begins first, after the kernels' resources.
 LONG = (
-    "test_one_read", "test_one_read_topk", "test_one_read_teacher", "test_one_read_ranks", "test_call_sequences",
+    "test_one_read", "test_one_read_topk", "test_one_read_teacher", "test_one_read_second_round",
+    "test_one_read_ranks", "test_call_sequences",
     "test_structure", "test_generated", "test_faults", "test_compile",
     "test_topk_distillation", "test_training",
     "test_cuda_graphs", "test_bad_inputs_triton", "test_cuda",

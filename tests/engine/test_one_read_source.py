@@ -197,6 +197,16 @@ def test_a_leaf_that_is_taken_for_plain_shows_that_it_is_not(host):
             assert not size < np.inf
 
 
+@needs_compiler
+def test_a_leaf_whose_teacher_has_entropy_alone_shows_that_it_is_not_plain(tmp_path):
+    without = {*one_read_params.FLAGS, "entropy_term", "tempered"} - {"teacher_entropy"}
+    host, z = library(tmp_path, without=without), np.zeros(2, dtype=np.float32)
+    for teacher, is_plain in (([1, 2], True), ([1, -np.inf], False)):
+        found, u = np.empty(1, dtype=NODE), np.array(teacher, dtype=np.float32)
+        size = host.leaf(pointer(z), pointer(u), 2, pointer(found), scales_of(1), True)
+        assert (size < np.inf) == is_plain
+
+
 def statistics_in_float64(z, label):
     """lse, log_prob, entropy, total and mass of a row, whose label's logit is above -inf."""
     top = z.max()

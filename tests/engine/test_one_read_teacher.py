@@ -10,20 +10,23 @@ from one_read_problem import (
     IN_FORWARD,
     POLICY,
     expect_alike,
-    moved,
     problem,
     steps,
     teacher_beside,
+)
+from teacher_problem import (
+    KL,
+    TEMPERATURES,
+    expect_a_teacher_read_beside_the_student,
+    taught_noise,
 )
 
 import tp_headloss as hl
 from tp_headloss.engine.reductions import StatisticValue
 
 on_hopper = pytest.mark.cuda  # the GPU tests run where the kernel does
-KL = hl.Distillation
 DIVERGENCES = "forward_kl", "reverse_kl", "jsd", "total_variation"
 OF_TEACHER = *DIVERGENCES, "teacher_entropy"
-TEMPERATURES = torch.tensor([0.7, 1.0, 2.0, 1.3, 0.5, 3.0])
 TAUGHT = {
     "forward KL": {"terms": (KL(),)},
     "cross-entropy": {"terms": (hl.CrossEntropy(0.5), KL(0.5)), "metrics": ("accuracy",)},
@@ -92,97 +95,20 @@ TAUGHT = {
         "temperature": 2.0,
     },
     "its entropy, a metric": {"terms": (hl.CrossEntropy(),), "metrics": ("teacher_entropy",)},
-    "JSD and cross-entropy to it": {"terms": (KL(0.3, "cross_entropy"), KL(0.7, "jsd"))},
-    "JSD": {"terms": (KL(1.0, "jsd"),)},
-    "JSD and all": {
-        "terms": (hl.CrossEntropy(0.5, 0.1), hl.Entropy(-0.1), KL(0.5, "jsd")),
-        "metrics": ("accuracy", "entropy", "forward_kl"),
-        "token_weight": torch.tensor([1.0, 2.0, 0.5, 0.0, 3.0, 0.25]),
-        "upstream": 0.3,
-    },
-    "JSD and both": {"terms": (KL(0.3), KL(0.7, "reverse_kl"), KL(0.5, "jsd"))},
-    "JSD squared": {"terms": (hl.Term("own", StatisticValue("jsd", square=True), 0.2),)},
-    "JSD, a metric": {"terms": (hl.CrossEntropy(),), "metrics": ("jsd",)},
-    "JSD in a function": {
-        "terms": (
-            hl.PolicyGradient("clip", clip=(0.2, 0.28)),
-            hl.Term("own", lambda stats: stats.jsd.sqrt(), want=("jsd",), pointwise=True),
-        ),
-        "inputs": {name: POLICY[name] for name in ("advantages", "old_log_prob")},
-    },
-    "JSD at another temperature": {
-        "terms": (hl.CrossEntropy(), KL(0.5, "jsd", temperature_squared=True)),
-        "transform": hl.Transform(softcap=9.0),
-        "temperature": 2.0,
-    },
-    "JSD at temperatures": {
-        "terms": (KL(1.0, "jsd"),),
-        "transform": hl.Transform(temperature=TEMPERATURES),
-        "temperature": TEMPERATURES,
-    },
-    "total variation": {
-        "terms": (hl.CrossEntropy(0.5), KL(0.5, "total_variation")),
-        "metrics": ("accuracy",),
-    },
-    "total variation at another temperature": {
-        "terms": (KL(1.0, "total_variation"),),
-        "temperature": 2.0,
-    },
 }
-
-
-def taught(case, device, logits, dtype=None):
-    """The arguments of a case with a teacher, whose logits have the dtype, or the student's."""
-    given = {name: moved(x, device) for name, x in TAUGHT[case].items()}
-    beside = teacher_beside(logits) if dtype is None else teacher_beside(logits.to(dtype))
-    teacher = hl.Teacher(beside, given.pop("temperature", 1.0))
-    return given | {"inputs": {"teacher": teacher} | given.get("inputs", {})}
-
-
-def taught_noise(logits, given):
-    """Roundings of the probabilities [N, width] whose differences may cancel: of the student, of it
-    beside the teacher, and of the teacher."""
-    teacher, transform = given["inputs"]["teacher"], given.get("transform", hl.Transform())
-    z = logits.float() * transform.scale
-    if transform.softcap:
-        z = transform.softcap * (z / transform.softcap).tanh()
-    own, other = (
-        torch.as_tensor(t, device=z.device) for t in (transform.temperature, teacher.temperature)
-    )
-    own, other = (t.reshape(-1, 1) for t in (own, other))
-    parts = z / own, z / other, teacher.logits.float() / other
-    p = sum(x.softmax(-1).nan_to_num() for x in parts)
-    return 2e-6 * (p + 1 / z.shape[1]) * transform.scale / min(own.min(), other.min())
-
-
 # each compiles kernels of both ways again
 MANY = (
     *("all", "reverse KL", "another temperature, both", "temperatures beside it"),
-    *("JSD", "JSD and all", "JSD at another temperature", "total variation"),
     "cross-entropy to it at another temperature",
 )
 WIDTHS = [(case, width) for case in TAUGHT for width in (704, 1000)]
 WIDTHS += [(case, width) for case in MANY for width in (8, 32064, 128256)]
-DTYPES = {  # of student and teacher
-    8: (torch.float16, torch.float16),
-    704: (torch.bfloat16, torch.bfloat16),
-    1000: (torch.float16, torch.float32),
-    32064: (torch.float32, torch.float32),
-    128256: (torch.bfloat16, torch.float32),
-}
 
 
 @on_hopper
 @pytest.mark.parametrize("case, width", WIDTHS)
 def test_a_teacher_is_read_beside_the_student(case, width, device):
-    dtype, of_teacher = DTYPES[width]
-    logits, labels = problem(device, width)
-    logits, labels[4] = logits.to(dtype), 0
-    logits[4, 1::3] = -30
-    given = taught(case, device, logits, of_teacher)
-    noise = taught_noise(logits, given) + (2**-24 if dtype == torch.float16 else 0)
-    one, two = (steps(options, logits, labels, **given) for options in (IN_FORWARD, IN_BACKWARD))
-    expect_alike(one, two, noise)
+    expect_a_teacher_read_beside_the_student(TAUGHT[case], width, device)
 
 
 @on_hopper

@@ -23,6 +23,7 @@ from tp_headloss import (
     linear_vocab_statistics,
 )
 from tp_headloss.engine import operators
+from tp_headloss.head_loss import linear_ways
 from tp_headloss.linear_head import autograd, blocks, sweeps
 from tp_headloss.linear_head import request as linear_request
 
@@ -378,6 +379,20 @@ def test_auto_takes_one_sweep_where_it_is_a_small_share_of_a_gpu(main_grad, monk
         monkeypatch.setattr(linear_request, "free_share", lambda _, share=share: share)
         linear = Linear(main_grad=main_grad, budget=budget)
         assert HeadLoss().explain_linear(hidden, weight, labels, linear=linear).way == way
+
+
+@pytest.mark.parametrize("room, is_named", [(2 * 600 * 100, True), (2 * 600 * 100 - 1, False)])
+def test_explain_names_whole_logits_where_they_fit(room, is_named, monkeypatch):
+    """Which take less time than one sweep."""
+    hidden = torch.zeros(600, 16, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.zeros(100, 16, dtype=torch.bfloat16, requires_grad=True)
+    labels = torch.zeros(600, dtype=torch.long)
+    monkeypatch.setattr(linear_ways, "free_share", lambda _: room)
+    head, recompute = HeadLoss(), Linear("recompute")
+    found = head.explain_linear(hidden, weight, labels, linear=Linear("one_sweep"))
+    assert found.way == "one sweep" and ("whole logits" in found.obstacles) == is_named
+    found = head.explain_linear(hidden, weight, labels, linear=recompute)
+    assert "whole logits" not in found.obstacles  # who asks for recompute has no room
 
 
 @pytest.mark.parametrize(
