@@ -207,6 +207,15 @@ def test_a_leaf_whose_teacher_has_entropy_alone_shows_that_it_is_not_plain(tmp_p
         assert (size < np.inf) == is_plain
 
 
+@needs_compiler
+@pytest.mark.parametrize("top", [-3e4, 333.0, 29952.0])
+def test_a_teachers_entropy_does_not_depend_on_the_size_of_its_logits(top, host):
+    """Of equal ones, whose exponents are 0 but for what rounding makes of them."""
+    z, u, found = *np.array([[0.0] * 8, [top] * 8], dtype=np.float32), np.empty(1, dtype=NODE)
+    host.leaf(pointer(z), pointer(u), 8, pointer(found), scales_of(1), True)
+    assert abs(found["teacher_sum"] - 8) < 1e-5 and abs(found["teacher_moment"]) < 1e-5
+
+
 def statistics_in_float64(z, label):
     """lse, log_prob, entropy, total and mass of a row, whose label's logit is above -inf."""
     top = z.max()
