@@ -166,7 +166,7 @@ GROUPS = {
         ("engine/one_read/statistics.cuh", "Divergences.end", "x.teacher_moment - bases.u.rest * x.teacher_sum", "x.teacher_moment"),
         ("engine/one_read/statistics.cuh", "Divergences.join", "__fmul_rn(fmaxf(drop, LOWEST_DROP), part.teacher_sum)", "0.f"),
         ("engine/one_read/statistics.cuh", "Divergences.join", "fmaxf(drop, LOWEST_DROP)", "drop"),
-        ("engine/one_read/statistics.cuh", "Divergences.solve", "log((double)x.teacher_sum) - mean + nothing", "log((double)x.teacher_sum) - mean"),
+        ("engine/one_read/statistics.cuh", "Divergences.solve", "log((double)x.teacher_sum) - mean;", "-mean;"),
         ("engine/one_read/node.cuh", "packet_of", "bits(x.teacher_moment)", "0"),
         ("engine/one_read/statistics.cuh", "Divergences.end", "x.gap *= of_student", "x.gap *= of_teacher"),
         ("engine/one_read/statistics.cuh", "Divergences.label", "value * scales.z * scales.beside", "value * scales.z"),

@@ -487,6 +487,7 @@ def test_a_teachers_sums_agree_with_float64_in_any_tree(scale, host):
             # an infinite gap is one but where its p underflows in some part
             finite = np.isfinite(found[name]) & np.isfinite(whole[name])
             assert finite.sum() > len(cases) / 3, name
+            assert finite.all() or name != "teacher_moment"
             error = np.abs(found[name].astype(np.float64)[finite] - whole[name][finite])
             assert (error <= (3e-5 * sizes * (1 + whole[weights]))[finite]).all(), name
     expect_same_bits(joined(host, a, b, scale), joined(host, b, a, scale))

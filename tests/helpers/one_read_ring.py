@@ -349,6 +349,9 @@ class Ring:
     def grad(self, thread, me, w):
         n = 0
         while True:
+            if self.has_entries:
+                yield from self.wait(thread, "full", n)
+                self.item(thread, n)
             yield from self.wait(thread, "ready", n)
             if self.item(thread, n) is None:
                 if thread.lane == 0:

@@ -130,10 +130,10 @@ DEVICE void load(const Params& q, Program& p) {
     const i64 soon = min(row + (int)gridDim.x / q.pieces, q.rows - 1);
     prefetch_l1((const char*)q.labels + (soon << (q.wide_labels ? 3 : 2)));
     if (q.temperatures) prefetch_l1(q.temperatures + soon);
-    if constexpr (HAS_ENTRIES) {
+    if constexpr (HAS_ENTRIES) {  // of this one, before its logits are here
       for (int k = 0; k < q.n_entries; k += 32) {
-        prefetch_l1(q.entries + soon * q.n_entries + k);
-        prefetch_l1(q.entry_log_probs + soon * q.n_entries + k);
+        prefetch_l1(q.entries + (i64)row * q.n_entries + k);
+        prefetch_l1(q.entry_log_probs + (i64)row * q.n_entries + k);
       }
     }
     const i64 first_column = (i64)COLUMNS * first;
@@ -162,15 +162,13 @@ DEVICE void load(const Params& q, Program& p) {
 // A top-K teacher's entries in a leaf: make them -inf before the leaf is summed, and what they were
 // after it, because the grad warps and the argmax read them. Lane 0 puts all of them back: it is
 // the one that arrives at stat, and nothing else orders what another lane writes.
-DEVICE void leave_out(const LaneEntries& x, Bits* columns) {
-#pragma unroll
-  for (int k = 0; k < LANE_ENTRIES; k++) {
+DEVICE void leave_out(const Params& q, const LaneEntries& x, Bits* columns) {
+  each_listed(q, [&](int k) {
     if (x.column[k] != NOT_HERE) columns[x.column[k]] = (Bits)LOWEST<Bits>;
-  }
+  });
 }
-DEVICE void put_back(const LaneEntries& x, Bits* columns, int lane) {
-#pragma unroll
-  for (int k = 0; k < LANE_ENTRIES; k++) {
+DEVICE void put_back(const Params& q, const LaneEntries& x, Bits* columns, int lane) {
+  each_listed(q, [&](int k) {
     u32 left = __ballot_sync(~0u, x.column[k] != NOT_HERE);
     for (; left; left &= left - 1) {
       const int lane_of = __ffs(left) - 1;
@@ -178,7 +176,7 @@ DEVICE void put_back(const LaneEntries& x, Bits* columns, int lane) {
       const u32 logit = __shfl_sync(~0u, (u32)x.logit[k], lane_of);
       if (lane == 0) columns[column] = (Bits)logit;
     }
-  }
+  });
 }
 
 // The vectors of an item from `begin` to `end`.
@@ -205,8 +203,9 @@ DEVICE Node sum_leaf(const Params& q, const Program& p, const Item& item, int le
   if constexpr (HAS_SOFTCAP) lift(shared_address(columns), begin, end, p.lane);
   LaneEntries entries;
   if constexpr (HAS_ENTRIES) {
-    entries = lane_entries(q, item, columns, begin, end, p.lane);
-    leave_out(entries, columns);
+    entries = entries_in(q, item, listed(q, item.row, p.lane), begin, end);
+    read_logits(entries, columns);
+    leave_out(q, entries, columns);
   }
   if (p.lane == 0 && has_label) {
     p.s.logit[p.slot] = columns[item.target];
@@ -230,9 +229,9 @@ DEVICE Node sum_leaf(const Params& q, const Program& p, const Item& item, int le
   }
   if constexpr (HAS_ENTRIES) {
     x.tail_max = x.max, x.tail_sum = x.sum;
-    x = join(x, node_of_entries(entries, q.before, scales), scales);
+    x = join(x, node_of_entries(q, entries, scales), scales);
     __syncwarp();  // I4: other lanes have read the leaf
-    put_back(entries, columns, p.lane);
+    put_back(q, entries, columns, p.lane);
   }
   return x;
 }
@@ -457,7 +456,9 @@ DEVICE void merge(const Params& q, Program& p) {
     // while packets are under way
     const float given = p.lane < GIVEN ? q.given[min(p.lane, GIVENS - 1)][item.row] : 0.f;
     float log_tau = -INF;
-    if constexpr (HAS_ENTRIES) log_tau = log_tau_of_label(q, item.row, p.lane);
+    if constexpr (HAS_ENTRIES) {
+      log_tau = log_tau_of_label(listed(q, item.row, p.lane), label_of(q, item.row));
+    }
     const Packet packet = receive_first(q, p, item.row);
     if constexpr (!HAS_MIXTURE) wait(&s.stat[p.slot], p.phase);  // I9
     const Scales scales = scales_of(q, item);
@@ -572,19 +573,23 @@ DEVICE void tell(const Params& q, Program& p) {
 
 // -- grad -----------------------------------------------------------------------------------------
 
-DEVICE void write_entries(const EntryFactors& f, const LaneEntries& x, Bits* columns,
-                          float before) {
-#pragma unroll
-  for (int k = 0; k < LANE_ENTRIES; k++) {
-    if (x.column[k] == NOT_HERE) continue;
-    const float gradient = gradient_of_entry(f, logit_of(x.logit[k]), x.log_tau[k], before);
+DEVICE void write_entries(const Params& q, const EntryFactors& f, const LaneEntries& x,
+                          Bits* columns) {
+  each_listed(q, [&](int k) {
+    if (x.column[k] == NOT_HERE) return;
+    const float gradient = gradient_of_entry(f, logit_of(x.logit[k]), x.log_tau[k], q.before);
     columns[x.column[k]] = bits_of(gradient);
-  }
+  });
 }
 
-// Write the gradient over a warp's part of an item, the vectors from `begin` to `end`.
-DEVICE void write_gradient(const Params& q, const Program& p, const Item& item, int begin,
-                           int end) {
+// A grad warp's part of an item.
+DEVICE Span part_of(const Item& item, int w) {
+  return {item.vectors * w / GRAD, item.vectors * (w + 1) / GRAD};
+}
+// Write the gradient over a part of an item, in which these entries of a top-K teacher are.
+DEVICE void write_gradient(const Params& q, const Program& p, const Item& item, Span part,
+                           LaneEntries entries) {
+  const int begin = part.begin, end = part.end;
   Bits* columns = p.columns(q);
   const Place at = p.place(q);
   const AllFactors f = factors_in(p.s, p.slot);
@@ -599,10 +604,9 @@ DEVICE void write_gradient(const Params& q, const Program& p, const Item& item, 
     }
     return vector_of(found);
   };
-  LaneEntries entries;
   if (!item.ignored()) {
     if constexpr (HAS_ENTRIES) {
-      entries = lane_entries(q, item, columns, begin, end, p.lane);
+      read_logits(entries, columns);
       __syncwarp();  // I4: before other lanes write there
     }
     each_vector(at.own, begin, end, p.lane, q.before, [&](int v, const uint4& r, bool all_near) {
@@ -621,9 +625,9 @@ DEVICE void write_gradient(const Params& q, const Program& p, const Item& item, 
     columns[c] = 0;
   }
   if constexpr (HAS_ENTRIES) {
-    if (!item.ignored()) write_entries(p.s.of.entry_factor[p.slot], entries, columns, q.before);
+    if (!item.ignored()) write_entries(q, p.s.of.entry_factor[p.slot], entries, columns);
   }
-  if (p.lane == 0 && Span{begin, end}.has(item.target)) columns[item.target] = bits_of(f.own.label);
+  if (p.lane == 0 && part.has(item.target)) columns[item.target] = bits_of(f.own.label);
 }
 
 // Write the gradient of a row's columns after those that are read, by all grad warps.
@@ -642,6 +646,14 @@ DEVICE void grad(const Params& q, Program& p) {
     counted_arrive();       // I13
   }
   for (;; p.advance(q)) {
+    LaneEntries entries;
+    if constexpr (HAS_ENTRIES) {  // while others make the factors
+      wait(&s.full[p.slot], p.phase);  // I3
+      const Item next = s.item[p.slot];
+      const Span part = part_of(next, w);
+      const Listed list = listed(q, max(next.row, 0), p.lane);
+      entries = entries_in(q, next, list, part.begin, part.end);
+    }
     wait(&s.ready[p.slot], p.phase);  // I3, I4, I9
     const Item item = s.item[p.slot];
     if (item.row < 0) {
@@ -649,8 +661,7 @@ DEVICE void grad(const Params& q, Program& p) {
       break;
     }
     if (is_written) {
-      const int begin = item.vectors * w / GRAD, end = item.vectors * (w + 1) / GRAD;
-      write_gradient(q, p, item, begin, end);
+      write_gradient(q, p, item, part_of(item, w), entries);
       if (item.piece == q.pieces - 1) write_padding(q, item.row, w * 32 + p.lane);
     }
     fence_proxy_async();  // I4, I10: of what the sum warps wrote, too, for the next copy in

@@ -423,7 +423,7 @@ struct Divergences : Statistic {
     r.forward_kl = at_least_0(x.cross / (double)x.teacher_sum - apart) + nothing;
     if constexpr (WANTS_TEACHER_ENTROPY) {
       const double mean = x.teacher_moment / (double)x.teacher_sum;
-      r.teacher_entropy = log((double)x.teacher_sum) - mean + nothing;
+      r.teacher_entropy = log((double)x.teacher_sum) - mean;
     }
     if constexpr (WANTS_REVERSE_KL) {
       const double of_label = label == 0.0 ? 0.0 : label * (a * r.z - x.teacher_logit * scales.u);

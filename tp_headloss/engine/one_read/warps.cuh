@@ -197,78 +197,101 @@ DEVICE Node leaf(Place at, int begin, int end, int lane, float before, Scales sc
 
 // -- A top-K teacher's entries --------------------------------------------------------------------
 
-// A lane's entries of a row: every 32nd of the list.
+// A lane's entries of a row, every 32nd of its list; and those of them that are in some columns of
+// an item.
 constexpr int LANE_ENTRIES = HAS_ENTRIES ? ENTRIES / 32 : 1;
+struct Listed {
+  int id[LANE_ENTRIES];  // or NO_INDEX
+  float log_tau[LANE_ENTRIES];
+};
 struct LaneEntries {
-  int column[LANE_ENTRIES];  // in an item, or NOT_HERE
+  int column[LANE_ENTRIES];  // of the item, or NOT_HERE
   Bits logit[LANE_ENTRIES];
   float log_tau[LANE_ENTRIES];
 };
-
-// A lane's entries that lie in the vectors from `begin` to `end` of an item and are not its label.
-DEVICE LaneEntries lane_entries(const Params& q, const Item& item, const Bits* columns, int begin,
-                                int end, int lane) {
-  const i64 first = q.start + (i64)COLUMNS * begin_of_leaf(q, item.piece * q.leaves);
-  LaneEntries x;
+// f(k) for each k below LANE_ENTRIES for which the list may have entries.
+template <class F> DEVICE void each_listed(const Params& q, const F& f) {
 #pragma unroll
   for (int k = 0; k < LANE_ENTRIES; k++) {
-    x.column[k] = NOT_HERE;
-    if (32 * k + lane >= q.n_entries) continue;
-    const i64 place = (i64)item.row * q.n_entries + 32 * k + lane;
-    const i64 column = q.entries[place] - first;
-    if (column < COLUMNS * begin || column >= min(COLUMNS * end, item.valid)) continue;
-    if (column == item.target) continue;
-    x.column[k] = column;
-    x.logit[k] = columns[column];
-    x.log_tau[k] = q.entry_log_probs[place];
+    if (k == 0 || 32 * k < q.n_entries) f(k);
+  }
+}
+
+DEVICE Listed listed(const Params& q, int row, int lane) {
+  Listed x;
+#pragma unroll
+  for (int k = 0; k < LANE_ENTRIES; k++) {  // no load waits for another
+    const bool is_listed = 32 * k + lane < q.n_entries;
+    const i64 place = (i64)row * q.n_entries + 32 * k + lane;
+    x.id[k] = is_listed ? q.entries[place] : NO_INDEX;
+    x.log_tau[k] = is_listed ? q.entry_log_probs[place] : 0.f;
   }
   return x;
 }
-
-// The node of all lanes' entries, as if there were no other columns.
-DEVICE Node node_of_entries(const LaneEntries& entries, float before, Scales scales) {
-  Node x = nothing();
-  bool is_any = false;
+// A lane's entries that lie in the vectors from `begin` to `end` of an item and are not its label;
+// not yet their logits.
+DEVICE LaneEntries entries_in(const Params& q, const Item& item, const Listed& list, int begin,
+                              int end) {
+  const int first = (int)q.start + COLUMNS * begin_of_leaf(q, item.piece * q.leaves);
+  const int from = COLUMNS * begin, count = max(min(COLUMNS * end, item.valid) - from, 0);
+  LaneEntries x;
 #pragma unroll
   for (int k = 0; k < LANE_ENTRIES; k++) {
-    if (entries.column[k] == NOT_HERE) continue;
-    is_any = true;
-    x.max = fmaxf(x.max, value_of(logit_of(entries.logit[k]), before));
+    const int column = list.id[k] - first;
+    const bool is_here = (u32)(column - from) < (u32)count && column != item.target;
+    x.column[k] = is_here ? column : NOT_HERE;
+    x.log_tau[k] = list.log_tau[k];
   }
+  return x;
+}
+DEVICE void read_logits(LaneEntries& x, const Bits* columns) {
+#pragma unroll
+  for (int k = 0; k < LANE_ENTRIES; k++) {
+    if (x.column[k] != NOT_HERE) x.logit[k] = columns[x.column[k]];
+  }
+}
+
+// The node of all lanes' entries, as if there were no other columns.
+DEVICE Node node_of_entries(const Params& q, const LaneEntries& entries, Scales scales) {
+  Node x = nothing();
+  bool is_any = false;
+  each_listed(q, [&](int k) {
+    if (entries.column[k] == NOT_HERE) return;
+    is_any = true;
+    x.max = fmaxf(x.max, value_of(logit_of(entries.logit[k]), q.before));
+  });
   if (!__any_sync(~0u, is_any)) return x;
   x.max = max_lanes(x.max);
-  const Reading by = reading_of(x, before, scales);
+  const Reading by = reading_of(x, q.before, scales);
   const Logit none = read_logit(-INF, 0.f, by, false);
   LaneSums sums = {};
   float mass = 0.f, cross = 0.f;
-#pragma unroll
-  for (int k = 0; k < LANE_ENTRIES; k++) {
-    if (entries.column[k] == NOT_HERE) continue;
+  each_listed(q, [&](int k) {
+    if (entries.column[k] == NOT_HERE) return;
     const Logit one = read_logit(logit_of(entries.logit[k]), 0.f, by, false);
     const float log_tau = entries.log_tau[k], tau = expf(log_tau);
     sums.even += one.power;
     Optional::add(sums, one, none, false);
     mass += tau;
     cross += TopK::cross_of(tau, log_tau, (one.value - finite(x.max)) * scales.z);
-  }
+  });
   x = with_sums(x, sums, by.bases);
   x.topk_max = x.max, x.topk_sum = x.sum;
-  x.topk_mass = add_lanes(mass), x.topk_cross = add_lanes(cross);
+  for (int d = 16; d; d /= 2) {  // together, so that none waits for another
+    const float more = __shfl_xor_sync(~0u, mass, d), across = __shfl_xor_sync(~0u, cross, d);
+    mass += more, cross += across;
+  }
+  x.topk_mass = mass, x.topk_cross = cross;
   return x;
 }
 
 // log tau of a row's label, -inf where it is no entry, on all lanes.
-DEVICE float log_tau_of_label(const Params& q, int row, int lane) {
-  const i64 label = label_of(q, row);
+DEVICE float log_tau_of_label(const Listed& list, i64 label) {
   float found = -INF;
 #pragma unroll
   for (int k = 0; k < LANE_ENTRIES; k++) {
-    const i64 place = (i64)row * q.n_entries + 32 * k + lane;
-    const bool is_listed = 32 * k + lane < q.n_entries;
-    const bool is_label = is_listed && q.entries[place] == label;
-    const float log_tau = is_label ? q.entry_log_probs[place] : 0.f;
-    const u32 has = __ballot_sync(~0u, is_label);
-    if (has) found = __shfl_sync(~0u, log_tau, __ffs(has) - 1);
+    const u32 has = __ballot_sync(~0u, list.id[k] == label);
+    if (has) found = __shfl_sync(~0u, list.log_tau[k], __ffs(has) - 1);
   }
   return found;
 }
