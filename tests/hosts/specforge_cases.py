@@ -67,7 +67,9 @@ class Model(SimpleNamespace):
 
 
 def model_of(kind):
-    return Model(lk_loss_type=kind, kl_scale=0.9, kl_decay=2.0, draft_model=SimpleNamespace(d2t=d2t))
+    return Model(
+        lk_loss_type=kind, kl_scale=0.9, kl_decay=2.0, draft_model=SimpleNamespace(d2t=d2t)
+    )
 
 
 def step(function, logits, part, kind, index):
@@ -107,10 +109,10 @@ def loss(group, kind, index, through_the_page):
     )
     found, own_grad = step(function, draft, lambda x: columns(x, draft_shard), kind, index)
     eagle3.OnlineEagle3Model._acc_and_loss = own
-    result = compared(
-        found[2], {"": own_grad}, expected[2], {"": columns(grad, draft_shard)}, ""
-    )
-    others = [relative_errors({"": a.double()}, {"": b.double()})[""] for a, b in zip(found, expected)]
+    result = compared(found[2], {"": own_grad}, expected[2], {"": columns(grad, draft_shard)}, "")
+    others = [
+        relative_errors({"": a.double()}, {"": b.double()})[""] for a, b in zip(found, expected)
+    ]
     assert 0 < expected[0] < 1 and 0 < expected[1] < 1, expected
     return result | {"others": max(others)}
 
@@ -130,9 +132,7 @@ def installed(group):
     exec(compile(marked_block("host", "specforge"), "docs", "exec"), scope)
     replaced = eagle3.compute_target_p_padded_from_hidden
     eagle3.compute_target_p_padded_from_hidden = before
-    found = replaced(
-        hidden=hidden, lm_head_weight=rows, t2d=t2d, loss_mask=loss_mask, length=STEPS
-    )
+    found = replaced(hidden=hidden, lm_head_weight=rows, t2d=t2d, loss_mask=loss_mask, length=STEPS)
     torch.testing.assert_close(found[0], columns(host_teacher()[0], draft_shard))
 
     # a method of a class, called as SpecForge's model calls it

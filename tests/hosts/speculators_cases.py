@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from functools import partial
 from unittest import mock
 
 import torch
@@ -21,6 +22,7 @@ from tp_headloss import VocabShard
 from tp_headloss.integrations import speculators as ours
 
 S, V, V_T, H, STEPS = 16, 24, 40, 32, 3
+CONFIG = '{"lk_hybrid": 1.0, "ce": 0.1}'
 NAMES = ("kl_div", "rkl", "jsd", "ce", "tv", "nla", "lk_hybrid")
 ALL = '{"kl_div": 0.5, "rkl": 0.1, "jsd": 0.2, "ce": 0.3, "tv": 0.4, "nla": 0.6, "lk_hybrid": 0.7}'
 g = torch.Generator().manual_seed(7)
@@ -125,32 +127,46 @@ class Gathered(torch.autograd.Function):
 def trained(model, **options):
     _, value, said = model(**batch(), **options)
     value.backward()
-    return value.detach(), said, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return (
+        value.detach(),
+        said,
+        {n: p.grad for n, p in model.named_parameters() if p.grad is not None},
+    )
 
 
-def eagle3(group, mark):
-    """Three steps of speculators' model, with its own losses and with the block of the guide."""
+def as_documented(group, model, shard):
+    """From logits, of a head whose rows are sharded."""
+    model.lm_head.register_forward_pre_hook(lambda _, x: (Gathered.apply(x[0], group),))
+    scope = {"draft_shard": shard, "model": model, "batch": batch()}
+    exec(compile(marked_block("host", "speculators"), "docs", "exec"), scope)
+    assert 0 < scope["rate"] < 1
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return scope["loss"].detach(), scope["metrics"], grads
+
+
+def without_logits(group, model, shard):
+    scope = {
+        "core": core,
+        "speculators": ours,
+        "partial": partial,
+        "draft_shard": shard,
+        "model": model,
+    }
+    exec(compile(marked_block("host", "speculators-heads"), "docs", "exec"), scope)
+    return trained(model, loss_config=ours.resolve_loss_config(CONFIG))
+
+
+def eagle3(group, function):
+    """Three steps of speculators' model, with its own losses and with a block of the guide."""
     shard = VocabShard.from_group(group, V)
     host = draft_model()
     model = copy.deepcopy(host)
-    config = '{"lk_hybrid": 1.0, "ce": 0.1}'
-    value, said, grads = trained(host, loss_config=resolve_loss_config(config, "eager"))
+    value, said, grads = trained(host, loss_config=resolve_loss_config(CONFIG, "eager"))
     for head in (model.lm_head, model.verifier_lm_head):
         trains = head.weight.requires_grad
         head.weight = torch.nn.Parameter(columns(head.weight.detach(), shard, 0), trains)
-    scope = {"draft_shard": shard, "model": model}
     with mock.patch.object(core, "compute_metrics"):
-        if mark == "speculators":
-            model.lm_head.register_forward_pre_hook(lambda _, x: (Gathered.apply(x[0], group),))
-            scope["batch"] = batch()
-            exec(compile(marked_block("host", mark), "docs", "exec"), scope)
-            found, told = scope["loss"].detach(), scope["metrics"]
-            own = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-            assert 0 < scope["rate"] < 1
-        else:
-            exec(compile(marked_block("host", "speculators-heads"), "docs", "exec"), scope | SCOPE)
-            losses = ours.resolve_loss_config(config)
-            found, told, own = trained(model, loss_config=losses)
+        found, told, own = function(group, model, shard)
     grads["lm_head.weight"] = columns(grads["lm_head.weight"], shard, 0)
     assert len(grads) > 8
     result = compared(found, own, value, grads, "lm_head.weight")
@@ -158,15 +174,15 @@ def eagle3(group, mark):
     return result | {"others": max(errors.values())}
 
 
-SCOPE = {"core": core, "speculators": ours, "partial": __import__("functools").partial}
-
-
 def signatures(group):
     """Ours take what speculators' take, in the same way, and all of its losses are here."""
     assert set(resolve_loss_config(ALL)) == {*NAMES} == set(ours._FUNCTIONS)
     pairs = [(getattr(ours, f.__name__), f) for f, _ in resolve_loss_config(ALL, "eager").values()]
     assert len(pairs) == len(NAMES) and all(f in vars(eager).values() for _, f in pairs)
-    pairs += [(ours.resolve_loss_config, resolve_loss_config), (ours.compute_metrics, metrics.compute_metrics)]
+    pairs += [
+        (ours.resolve_loss_config, resolve_loss_config),
+        (ours.compute_metrics, metrics.compute_metrics),
+    ]
     for function, own in pairs:
         theirs = [(p.name, p.default) for p in inspect.signature(own).parameters.values()]
         mine = [(p.name, p.default) for p in inspect.signature(function).parameters.values()]
@@ -182,7 +198,8 @@ CASES = {
     **{f"loss-{name}": case(loss, name, torch.float32) for name in NAMES},
     "loss-bfloat16": case(loss, "lk_hybrid", torch.bfloat16),
     **{f"step-{k}": case(step, k, k < 2) for k in range(STEPS)},
-    **{f"eagle3-{mark}": case(eagle3, mark) for mark in ("speculators", "heads")},
+    "eagle3-logits": case(eagle3, as_documented),
+    "eagle3-heads": case(eagle3, without_logits),
     "signatures": signatures,
 }
 

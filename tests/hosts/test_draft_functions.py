@@ -23,7 +23,9 @@ CUTS = {  # bounds of two ranks, columns that exist beyond V
     "empty": [0, V, 24],  # the second rank has padding alone
 }
 OPTIONS = {"ttt_step": 2, "ttt_step_loss_decay": 0.8}
-CONFIG = '{"kl_div": 0.5, "rkl": 0.1, "jsd": 0.2, "ce": 0.3, "tv": 0.4, "nla": 0.6, "lk_hybrid": 0.7}'
+CONFIG = (
+    '{"kl_div": 0.5, "rkl": 0.1, "jsd": 0.2, "ce": 0.3, "tv": 0.4, "nla": 0.6, "lk_hybrid": 0.7}'
+)
 
 
 def draw(*shape):

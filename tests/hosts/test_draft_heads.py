@@ -9,7 +9,7 @@ SPECULATORS = "speculators-0.9.0", "speculators_cases.py"
 KINDS = [f"loss-{kind}-{k}" for kind in (None, "alpha", "lambda") for k in (0, 2)]
 LOSSES = ["kl_div", "rkl", "jsd", "ce", "tv", "nla", "lk_hybrid"]
 STEPS = [f"step-{k}" for k in range(3)]
-MODELS = ["eagle3-speculators", "eagle3-heads"]
+MODELS = ["eagle3-logits", "eagle3-heads"]
 
 
 def test_every_case_is_looked_at():

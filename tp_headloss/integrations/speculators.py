@@ -309,7 +309,7 @@ def compute_metrics(
     }
     loss = torch.stack([share * of_losses[name] for name, (_, share) in config.items()]).sum()
 
-    values = {"loss": (loss, 1.0)}
+    values: dict[str, tuple[torch.Tensor, Any]] = {"loss": (loss, 1.0)}
     if len(config) > 1:
         values |= {f"{name}_loss": (value, 1.0) for name, value in of_losses.items()}
     values |= _accuracies(stats.correct, mask, prev_correct, drafts.shape[1])
