@@ -6,6 +6,19 @@ ones no longer fit the package, and what to write instead. Code in a CUDA part i
 """
 
 GROUPS = {
+    "test_draft": [
+        ("losses/draft.py", "lk_lambda", "acceptance_rate(stats).detach()", "acceptance_rate(stats)"),
+        ("losses/draft.py", "lk_alpha", "acceptance_rate(stats).clamp(min=MIN_ACCEPTANCE)", "acceptance_rate(stats)"),
+        ("head_loss/distillation_terms.py", "LKLoss", "partial(losses.lk_lambda, eta=eta)", "losses.lk_lambda"),
+    ],
+    "test_draft_functions": [
+        ("integrations/speculators.py", "compute_metrics", "targets[:, ttt_step:]", "targets[:, : targets.shape[1] - ttt_step]"),
+        ("integrations/speculators.py", "_accuracies", "so_far.copy_(correct)", "pass"),
+        ("integrations/specforge.py", "_statistics_of_all_ids", "(-mass.clamp(max=1)).log1p()", "torch.full_like(mass, -torch.inf)"),
+        ("integrations/specforge.py", "_with_column", "shard.start < size <= shard.stop", "shard.start <= size <= shard.stop"),
+        ("integrations/specforge.py", "_rate_and_loss", "-kl_decay * rate.detach()", "-kl_decay * rate"),
+        ("integrations/specforge.py", "acc_and_loss", "likeliest + model.draft_model.d2t[likeliest]", "likeliest"),
+    ],
     "test_dtypes_of_constants": [
         ("losses/distillation.py", "times_temperature_squared", "temperature = temperature.to(values.dtype)", "pass"),
     ],

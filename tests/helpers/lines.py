@@ -34,7 +34,8 @@ STATS = vocab_statistics(
         torch.zeros(B, S, 1, dtype=torch.long), torch.full((B, S, 1), -0.4), renormalize=False
     ),
 )
-STATS = STATS._replace(forward_kl=STATS.lse, teacher_entropy=STATS.lse)  # of a whole teacher
+OF_TEACHER = ("forward_kl", "teacher_entropy", "total_variation")  # a whole one
+STATS = STATS._replace(**dict.fromkeys(OF_TEACHER, STATS.lse))
 OBJECTS = {
     Linear: Linear(),
     Sequences: Sequences.from_mask(MASK),

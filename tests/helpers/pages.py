@@ -28,10 +28,11 @@ def blocks(page: Path) -> list[Block]:
 
 
 def names_of(page: Path) -> dict:
-    """What all blocks of a page define, run in one scope."""
+    """What the blocks of a page define that run in one scope."""
     scope: dict = {}
     for block in blocks(page):
-        exec(compile(block.code, str(page), "exec"), scope)
+        if not block.kind:
+            exec(compile(block.code, str(page), "exec"), scope)
     return scope
 
 

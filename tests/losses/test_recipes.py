@@ -121,13 +121,6 @@ def test_dpo_with_a_likelihood():
     expect_equal(batch, found.mean(), expected)
 
 
-def test_the_acceptance_of_drafts():
-    batch, teacher = Batch(), torch.randn(B, S, V, dtype=torch.float64)
-    shared = torch.minimum(batch.logits.softmax(-1), teacher.softmax(-1)).sum(-1)
-    out = recipes()["draft"](batch.logits, batch.labels, inputs={"teacher": hl.Teacher(teacher)})
-    expect_equal(batch, out.loss, batch.mean(-shared.log()))
-
-
 def test_a_teacher_of_another_tokenizer():
     batch = Batch()
     ids = torch.randint(V, (B, S, 3))

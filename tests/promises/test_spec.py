@@ -5,6 +5,7 @@ import contextlib
 import importlib
 import inspect
 import re
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -15,7 +16,7 @@ from known import modules_of_integrations
 from lines import MASK, OF_OTHERS, B, S, right, wrong
 
 import tp_headloss as hl
-from tp_headloss.integrations import nemo_rl, skyrl, slime
+from tp_headloss.integrations import nemo_rl, skyrl, slime, specforge, speculators
 from tp_headloss.integrations.verl import functions
 
 LOGITS, IDS, HIDDEN, WEIGHT = (
@@ -36,6 +37,15 @@ ACTIONS = PACKED | {
     "tp_group": None,
 }
 DRAFT = {"student_logits": LOGITS, "teacher_logits": LOGITS, "mask": MASK.float()}
+DRAFT_LOSS = {"logits": LOGITS, "targets": LOGITS}
+PROBABILITIES = {"target_p": LOGITS.softmax(-1), "target_p_on_draft": LOGITS.softmax(-1) / 2}
+POSITIONS = {"position_mask": MASK[..., None]}
+LK = {"lk_loss_type": "lambda", "kl_scale": 1.0, "kl_decay": 1.0}
+SPECFORGE_MODEL = SimpleNamespace(draft_model=SimpleNamespace(d2t=torch.zeros(8).long()), **LK)
+REDUCTIONS = SimpleNamespace(
+    reduce_metrics=lambda local_correct, local_denom: (local_correct, local_denom),
+    reduce_loss=lambda loss: loss,
+)
 STATES = {"hidden": HIDDEN, "lm_head_weight": WEIGHT}
 OWN_PART = hl.Linear(hidden_grad="none")
 HOSTS = {  # functions of hosts, whose arguments go together: a right call of each
@@ -56,6 +66,22 @@ HOSTS = {  # functions of hosts, whose arguments go together: a right call of ea
     skyrl.from_parallel_hidden_to_entropy_packed_sequences: ACTIONS | STATES | {"hidden": HIDDEN[:1]},
     skyrl.draft_soft_ce: DRAFT,
     skyrl.draft_soft_ce_topk: DRAFT | {"k": 2},
+    **{
+        getattr(speculators, name): DRAFT_LOSS
+        for name in speculators.__all__ if name.endswith("_loss")
+    },
+    speculators.compute_metrics: {"logits": LOGITS, "targets": LOGITS, "loss_mask": MASK, "prev_correct": MASK.clone(),
+                                  "ttt_step": 1, "ttt_step_loss_decay": 0.8},
+    specforge.compute_acceptance_rate: POSITIONS | {"logits": LOGITS, "target_probs": LOGITS.softmax(-1) / 2},
+    specforge.compute_loss_and_acceptance_rate: PROBABILITIES | POSITIONS | LK | {"logits": LOGITS},
+    specforge.acc_and_loss: PROBABILITIES | POSITIONS | {
+        "model": SPECFORGE_MODEL, "logits": LOGITS, "target_token_ids": IDS, "loss_mask": MASK[..., None],
+        "adapter": REDUCTIONS,
+    },
+    specforge.compute_target_p_padded_from_hidden: {
+        "hidden": HIDDEN, "lm_head_weight": WEIGHT, "t2d": torch.arange(8) < 4, "loss_mask": MASK[..., None],
+        "length": 1,
+    },
     slime.calculate_log_probs_and_entropy: {"logits": LOGITS[0], "tokens": IDS[0], "tp_group": None},
     functions.logits_processor: {"group": None, "vocab_size": 8},
     functions.linear_cross_entropy: {"hidden": HIDDEN, "weight": WEIGHT, "labels": IDS},

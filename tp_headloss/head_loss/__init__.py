@@ -3,13 +3,22 @@ output."""
 
 from ..engine.reductions import StatisticValue as StatisticValue
 from .causal_lm_loss import CausalLMLoss
-from .distillation_terms import Distillation, TopKDistillation
+from .distillation_terms import Distillation, LKLoss, TopKDistillation
 from .loss import HeadLoss
 from .output import HeadLossOutput, mean_metrics
 from .policy_terms import GeneratorMetrics, KLToReference, PolicyGradient, PolicyMetrics
 from .presets import CISPO, DAPO, GRPO, GSPO, PPO, DrGRPO
 from .terms import METRICS as METRICS
-from .terms import BitsPerByte, CrossEntropy, Entropy, Metric, Term, TopKAccuracy, ZLoss
+from .terms import (
+    AcceptanceRate,
+    BitsPerByte,
+    CrossEntropy,
+    Entropy,
+    Metric,
+    Term,
+    TopKAccuracy,
+    ZLoss,
+)
 
 __all__ = [
     "CISPO",
@@ -17,6 +26,7 @@ __all__ = [
     "GRPO",
     "GSPO",
     "PPO",
+    "AcceptanceRate",
     "BitsPerByte",
     "CausalLMLoss",
     "CrossEntropy",
@@ -27,6 +37,7 @@ __all__ = [
     "HeadLoss",
     "HeadLossOutput",
     "KLToReference",
+    "LKLoss",
     "Metric",
     "PolicyGradient",
     "PolicyMetrics",

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from .. import losses
 from ..engine.reductions import PerToken, StatisticValue
-from ..spec import NumberLine, OneOf, Weight, checked
+from ..spec import NotNegative, NumberLine, OneOf, Weight, checked
 from .terms import Term
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "cross_entropy", "jsd", "total_variation")
@@ -73,6 +73,40 @@ def Distillation(
         inputs=("teacher",),
         tokenwise=True,
         pointwise=True,
+    )
+
+
+@checked
+def LKLoss(
+    weight: Weight = 1.0,
+    form: Annotated[str, OneOf(("lambda", "alpha"))] = "lambda",
+    *,
+    eta: NotNegative = 3.0,
+) -> Term:
+    """LK loss of a draft model of speculative decoding. Input: "teacher", a `Teacher` with the
+    target's logits, or for `HeadLoss.linear` a `TeacherHead`.
+
+    Args:
+        form: "lambda", a mixture of forward KL and total variation, see `losses.lk_lambda`; "alpha",
+            -log of the acceptance rate, see `losses.lk_alpha`. Both take a second, small collective.
+        eta: of "lambda".
+
+    Examples:
+        >>> draft, labels = torch.tensor([[1.0, 0.0]]), torch.tensor([0])
+        >>> head_loss = HeadLoss(LKLoss(), metrics=AcceptanceRate())
+        >>> target = Teacher(torch.tensor([[0.0, 1.0]]))
+        >>> out = head_loss(draft, labels, inputs={"teacher": target})
+        >>> out.loss, out.means()["acceptance_rate"].float()
+        (tensor(0.4621), tensor(0.5379))
+
+    Source: LK losses (arXiv:2602.23881).
+    """
+    return Term(
+        "lk",
+        losses.lk_alpha if form == "alpha" else partial(losses.lk_lambda, eta=eta),
+        weight,
+        ("total_variation",) if form == "alpha" else ("forward_kl", "total_variation"),
+        tokenwise=True,
     )
 
 

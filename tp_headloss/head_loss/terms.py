@@ -155,6 +155,27 @@ def BitsPerByte() -> Metric:
     return Metric(_bits_per_byte, (), ("num_bytes",))
 
 
+@checked
+def AcceptanceRate() -> Metric:
+    """Probability that a token sampled by a draft model is accepted, as "acceptance_rate". Input:
+    "teacher", the target.
+
+    Examples:
+        >>> draft, labels = torch.tensor([[1.0, 0.0]]), torch.tensor([0])
+        >>> target = Teacher(torch.tensor([[0.0, 1.0]]))
+        >>> out = HeadLoss(metrics=AcceptanceRate())(draft, labels, inputs={"teacher": target})
+        >>> out.means()["acceptance_rate"].float()
+        tensor(0.5379)
+
+    Source: `losses.acceptance_rate`.
+    """
+    return Metric(_acceptance_rate, ("total_variation",))
+
+
+def _acceptance_rate(stats):
+    return {"acceptance_rate": losses.acceptance_rate(stats)}
+
+
 def _topk_accuracy(k, stats):
     return {f"top{k}_accuracy": stats.rank <= k}
 

@@ -12,6 +12,7 @@ from .distillation import (
     topk_jsd,
     topk_reverse_kl,
 )
+from .draft import acceptance_rate, lk_alpha, lk_lambda
 from .kl import KL_ESTIMATORS, kl_estimate
 from .metrics import generator_metrics, policy_metrics
 from .policy import cispo, positive_nll, ppo_clip, reinforce, sapo
@@ -24,6 +25,7 @@ from .sequence_policy import gmpo, gspo, gspo_length_weighted, sequence_log_rati
 __all__ = [
     "KL_ESTIMATORS",
     "SUPPORTS",
+    "acceptance_rate",
     "cispo",
     "clip_cov",
     "cross_entropy",
@@ -39,6 +41,8 @@ __all__ = [
     "kl_estimate",
     "kto",
     "label_weight",
+    "lk_alpha",
+    "lk_lambda",
     "log_ratio",
     "log_tail",
     "orpo",

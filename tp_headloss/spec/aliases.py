@@ -111,6 +111,11 @@ WRITTEN = (
     ),
     Alias("js", "Liger", "value", "jsd", '"jsd", whose beta is that of the Teacher'),
     Alias("tvd", "Liger", "value", "total_variation", '"total_variation"'),
+    Alias("tv", "speculators", "value", "total_variation"),
+    Alias("rkl", "speculators", "value", "reverse_kl"),
+    Alias("kl_div", "speculators", "value", "forward_kl"),
+    Alias("nla", "speculators", "value", "alpha"),
+    Alias("lk_hybrid", "speculators", "value", "lambda"),
     Alias("cross_entropy", "torch", "term", "CrossEntropy()"),
     Alias("z_loss", "Megatron", "term", "ZLoss(1e-4)"),
     Alias("entropy", "verl", "term", "Entropy(0.01)"),
@@ -119,6 +124,7 @@ WRITTEN = (
     Alias("top5_accuracy", "torchmetrics", "metric", "TopKAccuracy(5)"),
     Alias("bpb, bits_per_byte", "lm-evaluation-harness", "metric", "BitsPerByte()"),
     Alias("ppl", "many", "metric", '"perplexity"'),
+    Alias("acceptance_rate, accept_rate", "SpecForge, speculators", "metric", "AcceptanceRate()"),
     Alias(
         "epsilon, epsilon_high",
         "TRL",
@@ -232,6 +238,8 @@ WRITTEN = (
         "VocabParallelHead",
         'linear=Linear(hidden_grad="reduce_scatter")',
     ),
+    Alias("kl_decay", "SpecForge", "LKLoss", "eta={}"),
+    Alias("lk_loss_type", "SpecForge", "LKLoss", "form={}"),
     Alias("reference_free", "TRL", "dpo", "reference_chosen and reference_rejected of 0"),
 )
 

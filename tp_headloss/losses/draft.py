@@ -1,0 +1,85 @@
+"""Losses of draft models of speculative decoding: statistics -> per-token values [..] fp32.
+
+Words: p the target's probabilities (the teacher), q the draft's (the student). A token that the draft
+samples is accepted with probability alpha = sum min(p, q) = 1 - the total variation of p and q
+(Leviathan et al., arXiv:2211.17192, section 3).
+"""
+
+from __future__ import annotations
+
+from ..spec import NotNegative, TokenLoss, TokenValues, checked
+from ..statistics import VocabStatistics
+
+MIN_ACCEPTANCE = 1e-5  # below it, 1 - an fp32 total variation is mostly rounding error
+
+
+@checked
+def acceptance_rate(stats: VocabStatistics) -> TokenValues:
+    """Return alpha = sum min(p, q), the probability that a sampled draft token is accepted.
+
+    Args:
+        stats: `VocabStatistics` with the statistic "total_variation".
+
+    Examples:
+        >>> stats = vocab_statistics(
+        ...     torch.tensor([[2.0, 1.0, 0.0]]),
+        ...     want=("total_variation",),
+        ...     teacher=Teacher(torch.tensor([[0.0, 1.0, 2.0]])),
+        ... )
+        >>> losses.acceptance_rate(stats)
+        tensor([0.4248])
+
+    Source: Leviathan et al. (arXiv:2211.17192, theorem 3.5).
+    """
+    return 1 - stats.total_variation
+
+
+@checked
+def lk_alpha(stats: VocabStatistics) -> TokenLoss:
+    """Return -log alpha, the negative log of the acceptance rate.
+
+    Its gradient is that of the total variation divided by alpha: larger where less is accepted. An
+    alpha below 1e-5 counts as 1e-5 and has no gradient.
+
+    Args:
+        stats: `VocabStatistics` with the statistic "total_variation".
+
+    Examples:
+        >>> stats = vocab_statistics(
+        ...     torch.tensor([[2.0, 1.0, 0.0]]),
+        ...     want=("total_variation",),
+        ...     teacher=Teacher(torch.tensor([[0.0, 1.0, 2.0]])),
+        ... )
+        >>> losses.lk_alpha(stats)
+        tensor([0.8562])
+
+    Source: LK losses (arXiv:2602.23881), "lk_loss_type=alpha" of SpecForge, "nla" of speculators.
+    """
+    return -acceptance_rate(stats).clamp(min=MIN_ACCEPTANCE).log()
+
+
+@checked
+def lk_lambda(stats: VocabStatistics, eta: NotNegative = 3.0) -> TokenLoss:
+    """Return lambda KL(p || q) + (1 - lambda) TV(p, q), with lambda = exp(-eta alpha) of each token.
+
+    A draft that is far from the target learns by the KL, and by the total variation the closer it
+    comes. lambda is a constant for the gradient.
+
+    Args:
+        stats: `VocabStatistics` with the statistics "forward_kl" and "total_variation".
+        eta: how early the total variation takes over; 0: the KL alone.
+
+    Examples:
+        >>> stats = vocab_statistics(
+        ...     torch.tensor([[2.0, 1.0, 0.0]]),
+        ...     want=("forward_kl", "total_variation"),
+        ...     teacher=Teacher(torch.tensor([[0.0, 1.0, 2.0]])),
+        ... )
+        >>> losses.lk_lambda(stats)
+        tensor([0.7360])
+
+    Source: LK losses (arXiv:2602.23881), "lk_hybrid" of speculators. SpecForge ("lk_loss_type=lambda")
+    has one lambda for all tokens of a step, of their mean alpha.
+    """
+    share = (-eta * acceptance_rate(stats).detach()).exp()
+    return share * stats.forward_kl + (1 - share) * stats.total_variation
