@@ -14,7 +14,6 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from axolotl.integrations.base import BasePlugin
-from transformers import PreTrainedModel
 
 from ..head_loss import HeadLoss
 from . import require
@@ -98,6 +97,7 @@ class HeadLossPlugin(BasePlugin):
         """
         from .transformers import fuse_head
 
-        base = model if isinstance(model, PreTrainedModel) else model.get_base_model()
+        adapted = hasattr(model, "get_base_model")  # by PEFT
+        base = model.get_base_model() if adapted else model
         self.fused = fuse_head(base, self.head_loss(cfg))
         _log.info("axolotl trains with %r", self.fused)
