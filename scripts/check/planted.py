@@ -715,6 +715,23 @@ GROUPS = {
         ("integrations/nemo_automodel.py", "_labels", "labels.masked_fill(labels == IGNORED_LABEL, ignore_index)", "labels"),
         ("integrations/nemo_automodel.py", "_shard", "logits.shape[-1] * tp_group.size()", "logits.shape[-1]"),
     ],
+    "test_axolotl": [
+        ("integrations/axolotl.py", "HeadLossPlugin.pre_model_load", "cfg.get(name)", "cfg.get(name) is True"),
+        ("integrations/axolotl.py", "HeadLossPlugin.pre_model_load", "require('axolotl')", "pass"),
+        ("integrations/axolotl.py", "HeadLossPlugin.pre_model_load", "require('transformers')", "pass"),
+        ("integrations/axolotl.py", "HeadLossPlugin.post_model_load", "model.get_base_model() if adapted else model", "model"),
+        ("integrations/axolotl.py", "HeadLossPlugin.post_model_load", "self.head_loss(cfg)", "HeadLoss()"),
+    ],
+    "test_ms_swift": [
+        ("integrations/ms_swift.py", "LogitsLoss.__init__", "HeadLoss() if head_loss is None else head_loss", "HeadLoss()"),
+        ("integrations/ms_swift.py", "LogitsLoss.__call__", "(next_labels != IGNORED_LABEL).sum()", "next_labels.numel()"),
+        ("integrations/ms_swift.py", "LogitsLoss.__call__", "loss_scale.view_as(next_labels)", "None"),
+        ("integrations/ms_swift.py", "compute_logps_and_entropy_from_logits", "even_shard(logits, tp_group, vocab_size)", "even_shard(logits, tp_group, None)"),
+        ("integrations/ms_swift.py", "vocab_parallel_topk", "top.log_probs + top.lse.unsqueeze(-1)", "top.log_probs"),
+        ("integrations/ms_swift.py", "gkd_loss", "counts & (top_log_probs != -torch.inf).any(-1)", "counts"),
+        ("integrations/ms_swift.py", "gkd_loss", "torch.equal(teacher_labels != IGNORED_LABEL, counts)", "True"),
+        ("integrations/ms_swift.py", "_divergence_of", "'reverse_kl' if beta else 'forward_kl'", "'forward_kl' if beta else 'reverse_kl'"),
+    ],
     "test_verl_engine": [
         ("integrations/verl/engine.py", "HeadLossEngine._lm_head_logits_processor", "temperature.clamp(min=LOWEST_TEMPERATURE)", "temperature"),
         ("integrations/verl/engine.py", "HeadLossEngine._lm_head_logits_processor", '{"sum_pi_squared": "collision"} if calculate_sum_pi_squared else {}', "{}"),

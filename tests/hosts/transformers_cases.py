@@ -47,6 +47,7 @@ from tp_headloss import (
 )
 from tp_headloss.integrations import TESTED, installed_version, require
 from tp_headloss.integrations import transformers as adapter
+from tp_headloss.integrations.llamafactory import HeadLossCallback
 from tp_headloss.integrations.transformers import causal_lm_loss, colwise_plan, fuse_head
 from tp_headloss.integrations.transformers.model_parts import with_ignore_index
 
@@ -825,6 +826,27 @@ def start_training() -> int:
     os._exit(0)
 
 
+def by_callback(trained, host, start):
+    """LLaMA-Factory's way: the guide's callback, and one on a model that PEFT has wrapped."""
+    page = {}
+    tuner = types.ModuleType("llamafactory.train.tuner")
+    tuner.run_exp = lambda callbacks: page.update(callbacks=callbacks)
+    with mock.patch.dict("sys.modules", {tuner.__name__: tuner}):
+        exec(compile(marked_block("host", "llamafactory"), "docs", "exec"), page)
+    (callback,) = page["callbacks"]
+    assert callback.fused is None
+    found = trained(4, 1, lambda model: None, callback)
+    assert "loss/z_loss" in callback.fused.last.means()
+    plain = HeadLossCallback()
+    same = trained(4, 1, lambda model: None, plain)
+    assert bool((same[0] < found[0]).all()) and plain.fused.last is not None
+    model = copy.deepcopy(start)
+    wrapped = types.SimpleNamespace(get_base_model=lambda: model)
+    plain.on_init_end(None, None, None, model=wrapped)
+    assert plain.fused.model is model
+    return compared(*same, *host, HEAD)
+
+
 def train():
     """Losses and gradients of two steps of SGD: two micro-batches of unequal numbers of tokens, one
     batch of both."""
@@ -845,7 +867,7 @@ def train():
             step = f"{state.global_step}:" if state.global_step else ""
             self.seen |= {step + n: p.grad.clone() for n, p in model.named_parameters()}
 
-    def trained(size, accumulate, install, **more):
+    def trained(size, accumulate, install, *callbacks, **more):
         model = copy.deepcopy(start)
         install(model)
         gradients = Gradients()
@@ -868,7 +890,10 @@ def train():
             }
             options |= {"logging_steps": 1, "max_grad_norm": 0, "seed": 0, **more}
             trainer = Trainer(
-                model, TrainingArguments(out, **options), train_dataset=rows, callbacks=[gradients]
+                model,
+                TrainingArguments(out, **options),
+                train_dataset=rows,
+                callbacks=[gradients, *callbacks],
             )
             trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(rows)
             trainer.train()
@@ -903,6 +928,7 @@ def train():
     results = [
         compared(*trained(*sizes, way), *host, HEAD) for way in ways for sizes in ((4, 1), (2, 2))
     ]
+    results += [by_callback(trained, host, start)]
     for way in ways:  # the Trainer takes the labels away, and the HeadLoss would not be computed
         refused(
             lambda way=way: trained(4, 1, way, label_smoothing_factor=0.1),

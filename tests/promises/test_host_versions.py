@@ -38,7 +38,7 @@ def test_a_tested_version_says_nothing(require, version):
 def test_an_older_version_is_refused(require):
     with pytest.raises(ImportError, match=r"megatron-core >= 0.16.1 .*got 0.15.3"):
         require("megatron-core", "0.15.3")
-    with pytest.raises(ImportError, match=r"transformers >= 5.17.0 .*got 4.57.1"):
+    with pytest.raises(ImportError, match=r"transformers >= 5.16.1 .*got 4.57.1"):
         require("transformers", "4.57.1")
 
 

@@ -16,7 +16,7 @@ from known import modules_of_integrations
 from lines import MASK, OF_OTHERS, B, S, right, wrong
 
 import tp_headloss as hl
-from tp_headloss.integrations import nemo_rl, skyrl, slime, specforge, speculators
+from tp_headloss.integrations import ms_swift, nemo_rl, skyrl, slime, specforge, speculators
 from tp_headloss.integrations.verl import functions
 
 LOGITS, IDS, HIDDEN, WEIGHT = (
@@ -47,6 +47,9 @@ REDUCTIONS = SimpleNamespace(
     reduce_loss=lambda loss: loss,
 )
 STATES = {"hidden": HIDDEN, "lm_head_weight": WEIGHT}
+TEACHER_OUTPUT = SimpleNamespace(
+    full_logits=LOGITS, topk_logprobs=None, topk_indices=None, labels=None
+)
 OWN_PART = hl.Linear(hidden_grad="none")
 HOSTS = {  # functions of hosts, whose arguments go together: a right call of each
     nemo_rl.get_next_token_logprobs_from_logits: {"input_ids": IDS, "next_token_logits": LOGITS},
@@ -83,6 +86,10 @@ HOSTS = {  # functions of hosts, whose arguments go together: a right call of ea
         "length": 1,
     },
     slime.calculate_log_probs_and_entropy: {"logits": LOGITS[0], "tokens": IDS[0], "tp_group": None},
+    ms_swift.compute_logps_and_entropy_from_logits: {"logits": LOGITS, "labels": IDS, "tp_group": None},
+    ms_swift.vocab_parallel_topk: {"logits": LOGITS, "k": 2, "tp_group": None},
+    ms_swift.gkd_loss: {"student_logits": LOGITS, "teacher_output": TEACHER_OUTPUT, "labels": IDS, "beta": 0.5}
+    | {"temperature": 1.0, "tp_group": None},
     functions.logits_processor: {"group": None, "vocab_size": 8},
     functions.linear_cross_entropy: {"hidden": HIDDEN, "weight": WEIGHT, "labels": IDS},
 }  # fmt: skip

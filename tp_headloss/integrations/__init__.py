@@ -16,11 +16,12 @@ import warnings
 
 # distribution -> oldest version, first version that was not tested, extra of this package
 TESTED = {
+    "axolotl": ("0.19.0", "0.20", "axolotl"),
     "deepspeed": ("0.19.8", "0.20", "deepspeed"),
     "megatron-core": ("0.16.1", "0.20", "megatron"),
     "nemo_automodel": ("0.7.0", "0.8", "nemo-automodel"),
     "torchtitan": ("0.3.0", "0.4", "torchtitan"),
-    "transformers": ("5.17.0", "5.25", "transformers"),
+    "transformers": ("5.16.1", "5.25", "transformers"),
     "trl": ("1.16.0", "1.17", "trl"),
     "verl": ("0.9.1", "0.10", "verl"),
 }
