@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 from interpreter import patch_interpreter
-from ranks import close_crowded_pools, seed
+from ranks import seed
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported anywhere
@@ -41,12 +41,6 @@ def _seed(request, record_property):
     callspec = getattr(request.node, "callspec", None)
     record_property("world_size", callspec.params.get("world_size", 1) if callspec else 1)
     seed(sum(map(ord, request.node.name)))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _few_threads_of_idle_ranks():
-    yield
-    close_crowded_pools()
 
 
 def pytest_configure(config):
