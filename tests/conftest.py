@@ -2,6 +2,7 @@
 kernels."""
 
 import collections
+import gc
 import os
 
 import pytest
@@ -79,6 +80,10 @@ def redundant(items):
         if values <= seen:
             yield item
         seen |= values
+
+
+def pytest_collection_finish(session):
+    gc.freeze()  # modules and thousands of tests, so that no collection of garbage looks through them
 
 
 def pytest_collection_modifyitems(config, items):

@@ -7,6 +7,7 @@ nothing hangs and the next call starts afresh.
 """
 
 import atexit
+import gc
 import io
 import multiprocessing
 import multiprocessing.connection
@@ -64,6 +65,7 @@ def _from_bytes(data):
 
 
 def _worker(rank, world_size, store, pipe):
+    gc.freeze()  # what was imported, so that no collection of garbage looks through it
     torch.set_num_threads(1)
     cuda = torch.cuda.is_available()
     if cuda:
