@@ -2,12 +2,13 @@
 kernels."""
 
 import collections
+import gc
 import os
 
 import pytest
 import torch
 from interpreter import patch_interpreter
-from ranks import close_crowded_pools, seed
+from ranks import seed
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported anywhere
@@ -41,12 +42,6 @@ def _seed(request, record_property):
     callspec = getattr(request.node, "callspec", None)
     record_property("world_size", callspec.params.get("world_size", 1) if callspec else 1)
     seed(sum(map(ord, request.node.name)))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _few_threads_of_idle_ranks():
-    yield
-    close_crowded_pools()
 
 
 def pytest_configure(config):
@@ -85,6 +80,10 @@ def redundant(items):
         if values <= seen:
             yield item
         seen |= values
+
+
+def pytest_collection_finish(session):
+    gc.freeze()  # modules and thousands of tests, so that no collection of garbage looks through them
 
 
 def pytest_collection_modifyitems(config, items):

@@ -62,10 +62,12 @@ def forward(
     given = {"shard": shard, "token_weight": weight, "transform": transform, "inputs": inputs}
     head = hl.HeadLoss(terms, metrics=metrics, options=hl.Options(backend="triton"))
 
+    x = logits.clone().requires_grad_()
+    loss = head(x, labels, **given).loss
+
     @functools.cache
     def expected(upstream):
-        x = logits.clone().requires_grad_()
-        return torch.autograd.grad(upstream * head(x, labels, **given).loss, x)[0]
+        return torch.autograd.grad(upstream * loss, x, retain_graph=True)[0]
 
     what = head._given(logits, labels, shard, transform)._replace(teacher=inputs.get("teacher"))
     call, request = head._checked(what, weight, None, inputs)

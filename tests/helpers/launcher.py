@@ -1,6 +1,7 @@
 """Run a script as `python` or `torchrun` would, in processes that are forked from one that has
 imported torch: seconds less for each of them. Torchrun itself is in test_training."""
 
+import gc
 import os
 import runpy
 import sys
@@ -20,6 +21,7 @@ def _process(script, arguments, environment, log):
     with open(log, "a") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
+    gc.freeze()  # what was imported, so that no collection of garbage looks through it
     torch.set_num_threads(1)
     os.chdir(ROOT)
     os.environ.update(environment)

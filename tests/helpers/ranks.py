@@ -7,6 +7,7 @@ nothing hangs and the next call starts afresh.
 """
 
 import atexit
+import gc
 import io
 import multiprocessing
 import multiprocessing.connection
@@ -14,16 +15,15 @@ import tempfile
 import time
 import traceback
 from datetime import timedelta
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+from gloo import share_one_device
 from interpreter import patch_interpreter
 
 AFTER_A_FAILURE = 60.0  # seconds
-CROWDED = 32  # threads of a rank: those of a new one's, and of some groups
 TIMEOUT = 600.0  # seconds; a collective that waits longer fails; none does, on the busiest machine
 
 
@@ -65,12 +65,14 @@ def _from_bytes(data):
 
 
 def _worker(rank, world_size, store, pipe):
+    gc.freeze()  # what was imported, so that no collection of garbage looks through it
     torch.set_num_threads(1)
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(rank)
     else:
         patch_interpreter()
+        share_one_device()
     dist.init_process_group(
         "nccl" if cuda else "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size,
         timeout=timedelta(seconds=TIMEOUT),
@@ -144,16 +146,6 @@ POOLS: dict[int, Pool] = {}
 def _close_pools():
     for pool in list(POOLS.values()):
         pool.close()
-
-
-def close_crowded_pools():
-    """End pools whose ranks have made many groups: each of gloo's has a thread that wakes up a hundred
-    times a second for as long as its process lives, and those of idle ranks would take a
-    processor."""
-    for pool in [] if torch.cuda.is_available() else list(POOLS.values()):
-        threads = Path(f"/proc/{pool.workers[0].pid}/task")
-        if threads.exists() and len(list(threads.iterdir())) > CROWDED:
-            pool.kill()
 
 
 def on_ranks(world_size, function, *args, failures=False):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib.metadata
 import json
 import math
@@ -112,9 +113,12 @@ def main(cases: dict, before=None) -> None:
     import for all."""
     import torch
     import torch.distributed as dist
+    from gloo import share_one_device
 
     torch.set_num_threads(1)
+    share_one_device()
     assert torch.__version__ == os.environ["CASES_TORCH"], "the host has brought a torch of its own"
+    gc.freeze()  # what was imported: trainers collect garbage, and would look through all of it
     rank, store = next((r for r in range(1, RANKS) if not os.fork()), 0), os.environ["CASES_STORE"]
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     if not dist.is_initialized():
