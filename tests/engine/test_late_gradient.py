@@ -46,14 +46,17 @@ def forward(
     valid=WIDTH,
     dtype=torch.bfloat16,
     transform=None,
+    without_label=False,
 ):
     """What a forward of one read saves, by the general way, and the gradient of the loss for an
-    upstream gradient."""
+    upstream gradient. without_label: the first token's has no probability."""
     generator = torch.Generator().manual_seed(width)
     logits = (3 * torch.randn(ROWS, width, generator=generator)).to(device, dtype)
     labels = torch.randint(valid, (ROWS,), generator=generator).to(device)
     labels[1] = -100
     weight = torch.rand(ROWS, generator=generator).to(device) if weighted else None
+    if without_label:
+        logits[0, labels[0]] = -math.inf
     shard = hl.VocabShard(0, width, valid)
     inputs = {}
     if any("teacher" in term.inputs for term in terms):
@@ -118,6 +121,22 @@ def test_a_gradient_that_was_not_foreseen_is_written(loss, weighted, width, vali
         else:
             assert torch.equal(gradient.isnan(), (right := expected(given)).isnan())
             assert torch.equal(gradient.nan_to_num(), right.nan_to_num())
+
+
+def test_a_square_has_no_gradient_for_an_upstream_gradient_of_0_whatever_its_value_is(device):
+    """Its derivative, twice an infinite value, times 0 would be NaN."""
+    terms = [hl.Term("own", StatisticValue("log_prob", square=True))]
+    request, reduction, merged, values, inverse, expected = forward(
+        device, terms, (), without_label=True
+    )
+    logits = request.tensors.logits
+    late = LateGradient(request, reduction.plan, False, reduction.weight, logits.stride())
+    pair = torch.stack([inverse, inverse.new_tensor(math.nan)])
+    gradient, upstream = torch.full_like(logits, 7.0), torch.tensor(0.0, device=device)
+    rest = merged, reduction.weight, pair, values, upstream
+    late(gradient, record(device), request.tensors, *rest)
+    assert values[0][0] == -math.inf and not gradient.any()
+    assert torch.equal(gradient, expected(0.0))
 
 
 def test_slopes_of_a_row_function_are_taken(device):

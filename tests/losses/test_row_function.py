@@ -47,6 +47,7 @@ extern "C" void rows(const float* x, float* out, int n) {
 
 def _own(stats, scale):
     kept = (stats.log_prob > -3) & ~(stats.lse < 0) | stats.entropy.isnan()
+    kept = kept * (stats.entropy < 1) + (stats.log_prob == 0)
     smooth = (
         stats.log_prob.exp().clamp(max=0.5).sqrt()
         + stats.lse.clamp(min=1.0).log()
@@ -76,6 +77,7 @@ SETS = {
         CrossEntropy(0.5, 0.1),
         Distillation(0.5),
         Distillation(0.3, "reverse_kl", temperature_squared=True),
+        Distillation(0.2, "cross_entropy"),
         Term("own", _with_teacher, want=("forward_kl",), inputs=("scale",), pointwise=True),
     ),
     "sapo": (PolicyGradient("sapo"), PolicyGradient("reinforce")),
@@ -167,6 +169,12 @@ def test_the_source_has_the_values_and_derivatives_of_the_terms(name, tmp_path):
 def test_terms_that_are_more_than_arithmetic_have_none(function):
     with pytest.raises(NotArithmetic, match="arithmetic on a token's numbers, got "):
         row_function([Term("own", function, pointwise=True)])
+
+
+def test_a_value_that_is_no_number_is_not_arithmetic():
+    terms = [CrossEntropy(), Term("own", lambda stats: stats.lse > 1, pointwise=True)]
+    with pytest.raises(NotArithmetic, match="a value that is no float"):
+        row_function(terms, V)
 
 
 @pytest.mark.parametrize("term", [Term("own", lambda stats: 2 * stats.lse), PolicyGradient("gspo")])
