@@ -196,6 +196,10 @@ MESSAGES = {
         lambda: HeadLoss()(LOGITS, LABELS.float()),
         "got torch.float32: pass its .long()",
     ),
+    "a mask as labels": (
+        lambda: HeadLoss()(LOGITS, LABELS > 0),
+        "got torch.bool: ids, not a mask (torch.where(mask, labels, -100), or",
+    ),
     "positions in floating point": (
         lambda: sample(LOGITS[0], positions=torch.ones(5), seed=0),
         "positions must be int64 or int32, got torch.float32: pass its .long()",

@@ -97,6 +97,8 @@ class TensorLine:
 
     def _dtype_hint(self, x) -> str:
         """Return what to pass in the place of a tensor of another dtype."""
+        if x.dtype == torch.bool and self.kind == "int64 or int32":
+            return ": ids, not a mask (torch.where(mask, labels, -100), or mask.nonzero()[:, 0])"
         has_cast = self.kind in CASTS and not x.is_complex()
         return f": pass its {CASTS[self.kind]}" if has_cast else ""
 
