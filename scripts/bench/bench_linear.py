@@ -85,7 +85,9 @@ class Problem:
 
     @torch.no_grad()
     def truth(self):
-        """Loss, dH and dW in fp32 (TF32 is off by default), some tokens at a time."""
+        """Loss, dH and dW by products in fp32 (TF32 is off by default), some tokens at a time.
+        Probabilities in float64: the gradient of a token whose label has nearly all is what is left
+        of 1."""
         weight, group = self.weight.float(), self.machine.group
         loss, of_hidden, of_weight = (
             0.0,
@@ -106,19 +108,17 @@ class Problem:
         for first in range(0, len(self.labels), 1024):
             here = slice(first, first + 1024)
             hidden, labels = self.hidden[here].float(), self.labels[here]
-            log_p, q = (
-                log_softmax(hidden @ weight.t()),
-                torch.zeros(len(labels), len(weight), device=weight.device),
-            )
+            log_p = log_softmax((hidden @ weight.t()).double())
+            q = torch.zeros_like(log_p)
             own = (labels >= self.shard.start) & (labels < self.shard.stop)
             q.scatter_add_(
-                1, torch.where(own, labels - self.shard.start, 0)[:, None], own.float()[:, None]
+                1, torch.where(own, labels - self.shard.start, 0)[:, None], own.double()[:, None]
             )
             loss += torch.where(labels != IGNORED, -over_ranks((q * log_p).sum(1)), 0.0).sum()
             p = log_p.exp_().sub_(q)
             p *= ((labels != IGNORED) / count)[:, None]
-            of_hidden[here] = p @ weight
-            of_weight += p.t() @ hidden
+            of_hidden[here] = p.float() @ weight
+            of_weight += p.float().t() @ hidden
         return loss / count, over_ranks(of_hidden), of_weight
 
     def row_errors(self, of_hidden, of_weight, truth) -> dict[str, float]:

@@ -26,12 +26,12 @@ def main(argv=None):
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     for name, default in (
-        ("hidden", 2048), ("ids", 32064), ("tokens", 8192), ("layers", 2), ("megabytes", 1),
+        ("hidden", 2048), ("ids", 32064), ("tokens", 8192), ("layers", 4), ("megabytes", 1),
         ("steps", 5000),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--entropies", type=float, nargs="+", default=[4.0, 1.0, 0.3])
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)

@@ -48,8 +48,8 @@ from tp_headloss.statistics.topk import has_tail
 SHARED_LIMIT, GEMM_SHARED_LIMIT = 48 << 10, 227 << 10  # bytes
 # of capability 9.0 and later
 GEMMS = "gemm_triton.linear_statistics_kernel", "gemm_triton.linear_gradient_kernel"
-# with capability 8.9 come the conversions
-TO_FP8 = "fp8_triton.split_gradient_kernel", "fp8_triton.turn_to_fp8_kernel"
+# with capability 8.9 comes the conversion
+TO_FP8 = ("fp8_products_triton.turn_to_fp8_kernel",)
 # Bytes of the stack, where spilled registers go. A version of Triton may spill a few where a kernel
 # has every optional part; all statistics of a whole teacher at once have more per-token
 # coefficients than registers.

@@ -31,6 +31,7 @@ TERMS = {
     "cross-entropy": [CrossEntropy()],
     "z-loss": [CrossEntropy(), ZLoss(1e-2)],
     "policy": [PolicyGradient()],
+    "smoothing": [CrossEntropy(label_smoothing=0.2)],
 }
 TRANSFORMS = {
     "none": Transform(),
@@ -94,6 +95,36 @@ def test_its_gradients_are_close_to_those_of_products_in_bf16(terms, transform, 
         assert 0 < error < 6e-3
     ignored = labels == -100
     assert (of_fp8[0][ignored] == 0).all()
+
+
+def test_ids_that_all_tokens_list(backend, device):
+    """Each id has more entries than a program takes at once, and all of them are exact."""
+    tokens, ids = 300, 48
+    hidden = torch.randn(tokens, H, device=device).bfloat16().requires_grad_()
+    weight = (torch.randn(ids, H, device=device) / 100).bfloat16().requires_grad_()
+    labels = torch.randint(ids, (tokens,), device=device)
+    found = [
+        gradients("cross-entropy", hidden, weight, labels, backend, linear)
+        for linear in (Linear("one_sweep"), FP8)
+    ]
+    for of_bf16, of_fp8 in list(zip(*found))[1:]:
+        assert_close(of_fp8, of_bf16)
+
+
+def test_what_is_uniform_is_exact(backend, device):
+    """Of a model that is sure of its labels, all but the uniform parts of other ids vanish."""
+    hidden = F.one_hot(torch.arange(N, device=device) % H, H).bfloat16().requires_grad_()
+    weight = torch.zeros(V, H, device=device)
+    weight[:H] = 40 * torch.eye(H, device=device)
+    weight = weight.bfloat16().requires_grad_()
+    labels = torch.arange(N, device=device) % H
+    p = (hidden @ weight.t()).detach().double().softmax(1)
+    d = (p - 0.8 * F.one_hot(labels, V) - 0.2 / V) / N
+    exact = d @ weight.detach().double(), d.t() @ hidden.detach().double()
+    _, *found = gradients("smoothing", hidden, weight, labels, backend, FP8)
+    for a, b in zip(found, exact):
+        assert_close(a, b)
+    assert_close(found[1][H:], exact[1][H:])
 
 
 def test_ids_of_padding_take_no_part(backend, device):
@@ -184,17 +215,21 @@ def test_a_label_that_no_rank_owns_is_nan_not_wrong(backend, device):
 
 
 @torch.no_grad()
-def split(logits, labels, backend, grads=None, units=None):
-    """The two parts of the gradient of a sum of losses, the gradient, and the tokens' units."""
+def split(logits, labels, backend, grads=None, units=None, start=0):
+    """The two parts of the gradient of a sum of losses, the gradient, and the tokens' units.
+
+    start: columns before these, of other shards."""
     head = HeadLoss([CrossEntropy()], reduction="sum", options=Options(backend=backend))
     _, request = head._checked(head._given(logits, labels, None, None), None, None, None)
     merged, *_ = passes.statistics(request)
+    of_shard = request.tensors._replace(labels=torch.where(labels >= 0, labels + start, labels))
+    request = request._replace(tensors=of_shard, facts=request.facts._replace(start=start))
     known = grads or {"log_prob": torch.full(labels.shape, -1.0, device=logits.device)}
-    units = units or fp8.units_of(request, merged, known)
+    units = units or load_backend(backend).units_of(request, merged, known)
     n, width = len(logits), fp8.padded(logits.shape[1])
     rows = torch.empty((n, width), dtype=fp8.GRADIENT, device=logits.device)
     turned = torch.empty((width, fp8.padded(n)), dtype=fp8.GRADIENT, device=logits.device)
-    out = fp8.Fp8Gradient(units.unit, rows, turned, fp8.LargeEntries.none(n, logits.device))
+    out = fp8.Fp8Gradient(units.unit, rows, turned, fp8.LargeEntries.none(n, logits.device), None)
     load_backend(backend).split_gradient(out, request, merged, known, units)
     gradient = torch.empty(logits.shape, device=logits.device)
     load_backend(backend).logits_gradient(gradient, request, merged, known)
@@ -207,7 +242,7 @@ def rebuilt(out, width):
     large = out.large
     for token, count in enumerate(large.counts.tolist()):
         columns = large.columns[token, :count].long()
-        assert len(columns.unique()) == count and (found[token, columns] == 0).all()
+        assert (columns.diff() > 0).all() and (found[token, columns] == 0).all()
         found[token, columns] = large.gradients[token, :count]
     return found
 
@@ -234,7 +269,7 @@ def test_the_two_parts_are_the_gradient(case, width, backend, device):
     found, limit = rebuilt(out, width), out.unit[:, None].abs() * fp8.LARGEST_GRADIENT
     assert (out.rows.float()[:, width:] == 0).all()
     assert torch.equal(out.turned.float()[:, : len(logits)], out.rows.float().t())
-    error, smallest = (found - gradient).abs(), out.unit[:, None].abs() * 2.0**-17
+    error, smallest = (found - gradient).abs(), out.unit[:, None].abs() * 2.0**-16
     assert (error <= gradient.abs() / 4 + 1.01 * smallest).all()
     is_large = gradient.abs() > limit
     assert (error <= 1e-5 * gradient.abs() + 1.01 * smallest)[is_large].all()
@@ -245,17 +280,35 @@ def test_the_two_parts_are_the_gradient(case, width, backend, device):
     assert torch.allclose(found[:-1].gather(1, labels[:-1, None]), at_label, rtol=1e-5)
 
 
-def test_kernel_and_definition_agree(device):
+@pytest.mark.parametrize("start", [0, 1, 6, 403])
+def test_kernel_and_definition_agree(start, device):
     logits = 5 * torch.randn(37, 403, device=device)
     labels = torch.randint(403, (37,), device=device)
     known = {"lse": torch.randn(37, device=device), "log_prob": torch.randn(37, device=device)}
-    # of the same statistics, whose last bits decide how entries are rounded
-    a, _gradient, units = split(logits, labels, "triton", known)
-    b, *_ = split(logits, labels, "torch", known, units)
+    # of the same units, whose last bits decide how entries are rounded
+    a, _gradient, units = split(logits, labels, "triton", known, start=start)
+    b, *_ = split(logits, labels, "torch", known, units, start=start)
     assert torch.equal(a.large.counts, b.large.counts)
     far = (a.rows.view(torch.uint8).int() - b.rows.view(torch.uint8).int()).abs()
     assert far.max() <= 1 and (far > 0).float().mean() < 1e-2  # ties of rounding
     assert torch.allclose(rebuilt(a, 403), rebuilt(b, 403), rtol=0.26)
+
+
+@pytest.mark.parametrize("start", [0, 6])
+@pytest.mark.parametrize("given", [("lse",), ("log_prob",), ("lse", "log_prob")])
+def test_units_of_kernel_and_definition_agree(given, start, device):
+    logits = 5 * torch.randn(37, 403, device=device)
+    logits[3, 5] = math.nan
+    labels = torch.randint(-20, 403, (37,), device=device)
+    labels[labels < 0] = -100
+    labels[3] = 7
+    known = {name: torch.randn(37, device=device) for name in given}
+    *_, units = split(logits, labels, "triton", known, start=start)
+    *_, expected = split(logits, labels, "torch", known, start=start)
+    for name, x, y in zip(units._fields, units, expected):
+        if name != "seed":  # of all bits of the sums
+            assert torch.allclose(x, y, rtol=1e-5, atol=1e-5, equal_nan=True), name
+    assert units.unit[3].isnan() and (units.power[labels == -100] == -math.inf).all()
 
 
 def of_ranks(group, hidden, weight, labels, backend):
@@ -304,11 +357,13 @@ def moved_to_rank(group, device, hidden, weight, labels, backend):
     return [x.cpu() for x in found]
 
 
-def refused(match, terms=None, linear=FP8, hidden_size=16, dtype=torch.bfloat16, **given):
+def refused(
+    match, terms=None, linear=FP8, hidden_size=16, dtype=torch.bfloat16, reduction="mean", **given
+):
     hidden, weight = (
         torch.ones(rows, hidden_size, dtype=dtype, requires_grad=True) for rows in (4, 8)
     )
-    head = HeadLoss(terms or [CrossEntropy()])
+    head = HeadLoss(terms or [CrossEntropy()], reduction=reduction)
     with pytest.raises(ValueError, match=match):
         head.linear(hidden, weight, torch.tensor([1, 2, 3, -100]), linear=linear, **given)
 
@@ -410,6 +465,8 @@ def test_what_it_cannot_do_is_said():
     refused("a bias has no such gradient", bias=torch.zeros(8))
     refused("with a softcap", transform=Transform(softcap=30.0))
     refused("got terms of {'entropy': ", terms=[CrossEntropy(), Entropy(0.1)])
+    weighted = CrossEntropy(label_smoothing=0.1, class_weight=torch.ones(8))
+    refused("class weights with label smoothing", terms=[weighted], reduction="sum")
     refused("mode='recompute' was asked for", linear=Linear("recompute", gradients="fp8"))
     refused("budget must be at least", linear=Linear(gradients="fp8", budget=1000))
     with pytest.raises(ValueError, match="gradients='fp8' is for a HeadLoss"):

@@ -24,9 +24,10 @@ another:
         multiplies a gradient that is for an upstream gradient of 1, in place
     scale(out, x, factor, add=False)
         out (+)= x * factor, a scalar tensor
+    units_of(request, merged, grads)
     split_gradient(out, request, merged, grads, units)
     turn_to_fp8(out, x, factors, first)
-    finish_hidden(out, product, unit, large, weight)
+    finish_hidden(out, product, gradient, weight, row_sum)
     add_to_weight(out, large, hidden)
         the gradient of logits for products in fp8, and what these lack, see `fp8`
     shares_memory(logits)

@@ -13,6 +13,7 @@ from ..statistics.at_ids import log_probs_at, logits_at
 from ..statistics.family import Family, Tile
 from ..statistics.sets import known_sets, members  # noqa: F401 (the first is part of the contract)
 from ..statistics.topk import distinct_entries as entries  # noqa: F401 (part of the contract)
+from .fp8 import units_of  # noqa: F401 (part of the contract)
 from .fp8_eager import add_to_weight, finish_hidden, split, turn_to_fp8  # noqa: F401 (part of the contract)
 from .request import Facts, Request, Tensors
 
@@ -253,7 +254,7 @@ def split_gradient(out, request: Request, merged, grads: dict, units):
     """Write d loss / d logits in the two parts of `fp8`; arguments as of `logits_gradient`."""
     gradient = merged.new_empty(request.tensors.logits.shape)
     logits_gradient(gradient, request, merged, grads)
-    split(out, gradient, units)
+    split(out, gradient, units, request.facts.start)
 
 
 def _tile_gradient(tile: Tile, merged: dict, grads: dict, request: Request):

@@ -30,12 +30,13 @@ SHARE = 2.0**-8
 MOST = 260  # large entries of a token with its label: 1 / SHARE + 2, and room for rounding
 NOWHERE = 1 << 30  # column of an entry that is none
 STATISTICS = "lse", "log_prob"  # whose upstream gradients make entries that are p times one number
+UNIFORM = "total"  # whose upstream gradient is one number for all entries
 GRADIENT, OPERAND = torch.float8_e5m2, torch.float8_e4m3fn
 LARGEST_GRADIENT, LARGEST_OPERAND = 57344.0, 448.0
 SMALLEST, LARGEST = 2.0**-100, 2.0**100  # of limits and scales
 ALIGNED = 16  # sizes of a product in fp8 are multiples
-# bits of an fp32 number after those that e5m2 and e4m3 keep
-ROUNDED, ROUNDED_OPERAND = 21, 20
+# bits of an fp16 number after those that e5m2 keeps, and of an fp32 number after e4m3's
+ROUNDED, ROUNDED_OPERAND = 8, 20
 # of rows, in the seeds of an operand's elements
 ROWS_APART = 0x9E3779B1
 # of a hash of 32 bits: factors of C. Wellons' "Hash Prospector"
@@ -59,7 +60,7 @@ class Units(NamedTuple):
 
 
 class LargeEntries(NamedTuple):
-    """The large entries of tokens, and the labels', in any order."""
+    """The large entries of tokens, and the labels', by ascending columns."""
 
     columns: torch.Tensor  # [N, MOST] int32, `NOWHERE` from a token's count on
     gradients: torch.Tensor  # [N, MOST] fp32
@@ -69,7 +70,7 @@ class LargeEntries(NamedTuple):
     def none(cls, tokens: int, device: torch.device) -> LargeEntries:
         """No entries of so many tokens yet."""
         columns = torch.full((tokens, MOST), NOWHERE, dtype=torch.int32, device=device)
-        gradients = torch.zeros((tokens, MOST), device=device)
+        gradients = torch.empty((tokens, MOST), device=device)
         return cls(columns, gradients, torch.zeros(tokens, dtype=torch.int32, device=device))
 
     def of_tokens(self, here: slice) -> LargeEntries:
@@ -83,6 +84,21 @@ class Fp8Gradient(NamedTuple):
     rows: torch.Tensor | MaybeNone  # [n, padded width] e5m2
     turned: torch.Tensor | MaybeNone  # [padded width, padded n] e5m2, the same bytes, 0 beyond
     large: LargeEntries
+    uniform: torch.Tensor | MaybeNone  # [n] fp32, what each entry has besides, see `uniform_part`
+
+
+def _slope(request: Request, ignored: torch.Tensor):
+    """d z / d logit of tokens [N], 0 of ignored ones, whatever their temperatures are."""
+    facts, temperatures = request.facts, request.tensors.temperatures
+    slope = facts.scale / (facts.temperature if temperatures is None else temperatures)
+    return torch.where(ignored, 0.0, slope)
+
+
+def uniform_part(request: Request, merged: torch.Tensor, of_total) -> torch.Tensor:
+    """What each entry of a token has from the sum of its logits (label smoothing) [N] fp32: one
+    number for all ids, which stays out of fp8. of_total: [N], upstream gradients of "total"."""
+    ignored = merged[request.layout.merged.index("sum")] == 0
+    return torch.where(ignored, 0.0, of_total * _slope(request, ignored))
 
 
 def units_of(request: Request, merged: torch.Tensor, grads: dict) -> Units:
@@ -91,13 +107,13 @@ def units_of(request: Request, merged: torch.Tensor, grads: dict) -> Units:
     known = dict(zip(request.layout.merged, merged.unbind(0)))
     whole, others, nothing = known["sum"], known["others"], torch.zeros_like(known["sum"])
     of_lse, of_log_prob = (grads.get(name, nothing) for name in STATISTICS)
-    slope = facts.scale / (facts.temperature if x.temperatures is None else x.temperatures)
     ignored = whole == 0
-    slope = torch.where(ignored, 0.0, slope)  # whatever its temperature is
+    slope = _slope(request, ignored)
     common = (of_lse - of_log_prob) * slope  # an entry but the label's is p times that
     bound = torch.where(ignored, 0.0, common.abs() * others)
     limit = torch.maximum(SHARE * bound, SMALLEST * common.abs().clamp(min=1.0))
     unit = 2 * power_of_two(limit / LARGEST_GRADIENT)
+    unit = torch.where(limit.isfinite(), unit, torch.nan)
     power = torch.where(ignored, -math.inf, (common.abs() / whole / unit).log2())
     column = x.labels.to(torch.int64) - facts.start
     is_here = ~ignored & (column >= 0) & (column < facts.valid_width)
@@ -108,13 +124,13 @@ def units_of(request: Request, merged: torch.Tensor, grads: dict) -> Units:
 
 
 def _seeds(labels, shift, whole, start: int) -> torch.Tensor:
-    """Numbers of tokens [N] int32 that are the same for equal labels and statistics, whatever shard
-    its columns are counted from."""
+    """Numbers of tokens [N] int32 that are the same for equal labels and statistics, but for the
+    columns before the shard."""
     parts = labels, *[x.contiguous().view(torch.int32) for x in (shift, whole)]
     found = torch.zeros_like(labels, dtype=torch.int64)
     for part in parts:
         found = _mixed(found + part)
-    return (found + start << 32 >> 32).to(torch.int32)  # of the first column
+    return (found + start // 4 << 32 >> 32).to(torch.int32)
 
 
 def _mixed(x: torch.Tensor) -> torch.Tensor:
@@ -125,18 +141,27 @@ def _mixed(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def dithered(x: torch.Tensor, seeds: torch.Tensor, bits: int = ROUNDED) -> torch.Tensor:
-    """fp32 numbers [n, width] without so many of their last bits, each rounded towards 0 or away
-    from it, away as often as the part that is rounded away says. seeds: [n], of rows."""
-    columns = torch.arange(x.shape[1], device=x.device)
-    noise = _mixed(seeds.to(torch.int64)[:, None] + columns) >> 32 - bits
-    kept = x.contiguous().view(torch.int32) + noise.to(torch.int32) & -1 << bits
+def dithered_gradient(x: torch.Tensor, seeds: torch.Tensor, start: int) -> torch.Tensor:
+    """Numbers [n, width] from 0 up to `LARGEST_GRADIENT` as e5m2: as fp16, whose first byte is
+    e5m2, rounded up as often as its last byte says.
+
+    seeds: [n], `Units.seed`. start: the shard's first column. Four columns of the vocabulary share
+    one hash, a byte each.
+    """
+    columns = start % 4 + torch.arange(x.shape[1], device=x.device)
+    noise = _mixed(seeds.to(torch.int64)[:, None] + columns // 4) >> 8 * (columns % 4) & 0xFF
+    half = x.to(torch.float16).view(torch.int16) + noise.to(torch.int16)
+    return (half & -1 << ROUNDED).view(torch.float16).to(GRADIENT)
+
+
+def dithered_operand(x: torch.Tensor, first: int) -> torch.Tensor:
+    """fp32 numbers [rows, width] with the bits that e4m3 keeps, each rounded towards 0 or away from
+    it, away as often as the part that is rounded away says. first: number of the first row."""
+    rows, columns = (torch.arange(size, device=x.device) for size in x.shape)
+    seeds = ((first + rows) * ROWS_APART & BITS)[:, None] + columns
+    noise = _mixed(seeds) >> 32 - ROUNDED_OPERAND
+    kept = x.contiguous().view(torch.int32) + noise.to(torch.int32) & -1 << ROUNDED_OPERAND
     return torch.where(x.isnan(), x, kept.view(torch.float32))
-
-
-def seeds_of_rows(first: int, rows: int, device: torch.device) -> torch.Tensor:
-    """Seeds [rows] of an operand's rows, by their numbers from the first on."""
-    return (torch.arange(first, first + rows, device=device) * ROWS_APART) & BITS
 
 
 def power_of_two(x: torch.Tensor) -> torch.Tensor:

@@ -3,25 +3,23 @@
 import torch
 
 from .fp8 import (
-    GRADIENT,
     LARGEST_OPERAND,
     OPERAND,
-    ROUNDED_OPERAND,
     Fp8Gradient,
     LargeEntries,
     Units,
-    dithered,
-    seeds_of_rows,
+    dithered_gradient,
+    dithered_operand,
 )
 
 
-def split(out: Fp8Gradient, gradient: torch.Tensor, units: Units):
-    """Write a gradient [n, width] fp32 in its two parts."""
+def split(out: Fp8Gradient, gradient: torch.Tensor, units: Units, start: int):
+    """Write a gradient [n, width] fp32 in its two parts. start: the shard's first column."""
     width = gradient.shape[1]
     of_label = units.column[:, None] == torch.arange(width, device=gradient.device)
     rest = gradient / units.unit[:, None]
     is_large = of_label | (rest > units.limit[:, None])
-    rest = dithered(torch.where(is_large, 0.0, rest), units.seed).to(GRADIENT)
+    rest = dithered_gradient(torch.where(is_large, 0.0, rest), units.seed, start)
     if out.rows is not None:
         out.rows.zero_()
         out.rows[:, :width] = rest
@@ -41,8 +39,7 @@ def turn_to_fp8(out: torch.Tensor, x: torch.Tensor, factors: torch.Tensor, first
     first: number of the first row, for `dithered`.
     """
     factors = factors[:, None] if factors.dim() else factors
-    seeds = seeds_of_rows(first, x.shape[0], x.device)
-    rounded = dithered(x.float() * factors, seeds, ROUNDED_OPERAND)
+    rounded = dithered_operand(x.float() * factors, first)
     out.zero_()
     out[:, : x.shape[0]] = rounded.clamp(-LARGEST_OPERAND, LARGEST_OPERAND).to(OPERAND).t()
 
@@ -54,10 +51,13 @@ def _dense(large: LargeEntries, width: int) -> torch.Tensor:
     return dense.scatter_add_(1, columns, large.gradients)[:, :width]
 
 
-def finish_hidden(out, product, unit, large: LargeEntries, weight):
-    """out [n, H] = product [n, H] times unit [n] + large entries @ weight."""
-    exact = _dense(large, weight.shape[0]) @ weight.float()
-    out.copy_(product.float() * unit[:, None] + exact)
+def finish_hidden(out, product, gradient: Fp8Gradient, weight, row_sum):
+    """out [n, H] = product [n, H] times units [n] + large entries @ weight + uniform parts [n] times
+    row_sum [H], the sum of the weight's rows, where there are such parts."""
+    exact = _dense(gradient.large, weight.shape[0]) @ weight.float()
+    if gradient.uniform is not None:
+        exact += gradient.uniform[:, None] * row_sum
+    out.copy_(product.float() * gradient.unit[:, None] + exact)
 
 
 def add_to_weight(out, large: LargeEntries, hidden):

@@ -187,13 +187,15 @@ SCALE = Launch(4096, 4)
 AGAIN = Launch(4096, 4)  # of a gradient over the logits that is multiplied by an upstream gradient
 AGAIN_PROGRAMS = 528
 LATE_PROGRAMS = 132 * 16  # of a gradient that the forward may have written already
-# Gradients in fp8: tiles of 4 tokens each and columns; of an operand that is turned; of entries at
-# once and columns of the hidden states, with programs for each of these; columns of one token.
-# H100, 8192 x 128256 bf16, H 4096, ms, with shorter lists and entries rounded to the nearest: split
-# and list 16x32/4 2.17 + 0.40, 16x64/4 2.39 + 0.52, 32x64/4 2.13 + 1.06; turned 64x64/4 0.57,
-# 128x128/8 0.57; entries 4x512/1 0.32, 8x512/4 1.68; one token 512/1 0.16, 1024/4 0.17
-FP8_GRADIENT, FP8_TURN = TileLaunch((16, 32), 4), TileLaunch((64, 64), 4)
-FP8_ENTRIES, FP8_PROGRAMS, FP8_ROW = TileLaunch((4, 512), 1), 2112, Launch(512, 1)
+# Gradients in fp8: tiles of 4 tokens each and of 4 columns each; of an operand that is turned; of
+# entries at once and columns of the hidden states, with programs for each of these columns; entries
+# and columns of one token; places of its list; tokens. H200, 8192 x 32064 bf16, H 2048, states of
+# 3.4 to 3.9 nats: split and list 16x16/2 500, 16x32/2 504, 32x16/2 522, 16x16/4 531, 32x32/8 614,
+# 8x16/1 640, 8x64/4 689; entries with their order 128x64/2 353, 128x32/1 361, 64x64/2 397, 16x64/1
+# 671, 32x128/1 516; one token 4x512/1 57, 4x1024/2 56, 16x512/4 443 where 8x512/1 is 106
+FP8_GRADIENT, FP8_TURN = TileLaunch((16, 16), 2), TileLaunch((64, 64), 4)
+FP8_ENTRIES, FP8_PROGRAMS, FP8_ROW = TileLaunch((128, 64), 2), 132, TileLaunch((4, 512), 1)
+FP8_LIST, FP8_UNITS = Launch(512, 1), Launch(128, 1)
 AT_IDS = Launch(32, 4)  # of each of a tile of tokens; not measured
 LABELS = Launch(32, 1)  # tokens whose labels' logits are found; not measured
 # Sets of more ids than are sorted. Before any were: 8192 sets of 1024 ids in ascending order:

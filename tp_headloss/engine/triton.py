@@ -9,7 +9,8 @@ from ..statistics.topk import distinct_entries
 from . import at_ids_triton, kernels
 from .device_inputs import inputs_of, room_at_lists
 from .device_layout import DeviceLayout, device_layout
-from .fp8_triton import add_to_weight, finish_hidden, split_gradient, turn_to_fp8  # noqa: F401 (part of the contract)
+from .fp8_products_triton import add_to_weight, finish_hidden, turn_to_fp8  # noqa: F401 (part of the contract)
+from .fp8_triton import split_gradient, units_of  # noqa: F401 (part of the contract)
 from .launch import (
     AT_IDS,
     LABELS,

@@ -107,6 +107,7 @@ def LKLoss(
         weight,
         ("total_variation",) if form == "alpha" else ("forward_kl", "total_variation"),
         tokenwise=True,
+        pointwise=True,
     )
 
 

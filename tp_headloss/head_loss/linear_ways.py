@@ -158,9 +158,11 @@ class Fp8Sweep(OneSweep):
             return "there is no gradient in torch.no_grad"
         if head.linear.mode == "recompute":
             return "mode='recompute' was asked for"
-        others = {term.name: term.want for term in call.definition.terms if term.want}
+        others = {
+            term.name: term.want for term in call.definition.terms if set(term.want) - {fp8.UNIFORM}
+        }
         if others:
-            return f"terms must be of log-probs and lse alone, got terms of {others}"
+            return f"terms must be of log-probs, lse and total alone, got terms of {others}"
         return _obstacle_to_one_sweep(call, head) or fp8.obstacle(head)
 
     @classmethod

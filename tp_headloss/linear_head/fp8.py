@@ -26,11 +26,12 @@ from ..engine.fp8 import (
     MOST,
     OPERAND,
     STATISTICS,
+    UNIFORM,
     Fp8Gradient,
     LargeEntries,
     operand_scale,
     padded,
-    units_of,
+    uniform_part,
 )
 from ..engine.request import Request
 from ..statistics import MaybeNone
@@ -40,6 +41,7 @@ from .sweeps import Gradients, Sweep
 
 CAPABILITY = 8, 9  # of GPUs that multiply in fp8
 IDS = 1 << 14  # of a part of dW where it cannot be written in its place
+TOKENS = 1 << 10  # whose hidden states are fp32 at a time
 # bytes of a token's large entries, and while those of all tokens are ordered
 LISTS, ORDERED = 8 * MOST, 24 * MOST
 FEWEST = 2048  # tokens of a block, whatever a default budget is
@@ -70,6 +72,9 @@ class Fp8Products:
         self.columns: torch.Tensor | MaybeNone = None
         self.turned_weight: torch.Tensor | MaybeNone = None
         self.sums = WeightGradient(None, None)
+        # [H] fp32: of the weight's rows, and of hidden states times the uniform parts of their tokens
+        self.row_sum: torch.Tensor | MaybeNone = None
+        self.of_uniform: torch.Tensor | MaybeNone = None
         if wanted.hidden is not None:
             self.rows = hidden.new_empty((min(sweep.tokens, n), width), dtype=GRADIENT)
             scale = operand_scale(_largest(self.weight))
@@ -83,9 +88,10 @@ class Fp8Products:
     def gradient(self, buffers, part: Request, here: slice, objective):
         """Return a block's values [K, n], flags, and the gradient of its logits."""
         merged, values, *flags = passes.statistics(part)
-        grads = objective(values, flags, here)
-        grads = {name: grads[name].contiguous() for name in STATISTICS if name in grads}
-        units = units_of(part, merged, grads)
+        given = objective(values, flags, here)
+        grads = {name: given[name].contiguous() for name in STATISTICS if name in given}
+        uniform = self._uniform(part, merged, given[UNIFORM], here) if UNIFORM in given else None
+        units = self.backend.units_of(part, merged, grads)
         n = values.shape[1]
         self.unit[here] = units.unit
         out = Fp8Gradient(
@@ -93,15 +99,29 @@ class Fp8Products:
             None if self.rows is None else self.rows[:n],
             None if self.columns is None else self.columns[:, here.start : here.start + padded(n)],
             self.large.of_tokens(here),
+            uniform,
         )
         if self.rows is not None or self.columns is not None:
             self.backend.split_gradient(out, part, merged, grads, units)
         return values, flags, out
 
+    def _uniform(self, part: Request, merged, of_total, here: slice) -> torch.Tensor:
+        """The uniform parts [n] of a block, whose sums over tokens are added up."""
+        uniform = uniform_part(part, merged, of_total)
+        if self.wanted.hidden is not None and self.row_sum is None:
+            self.row_sum = self.weight.sum(0, dtype=torch.float32)
+        if self.wanted.weight is not None:
+            if self.of_uniform is None:
+                self.of_uniform = torch.zeros(self.depth, device=uniform.device)
+            some = zip(uniform.split(TOKENS), self.hidden[here].split(TOKENS))
+            for of_tokens, hidden in some:
+                self.of_uniform += of_tokens @ hidden.float()
+        return uniform
+
     def multiply(self, out: torch.Tensor, gradient: Fp8Gradient) -> None:
         """out [n, H] = dH of a block."""
         product = _product(gradient.rows, self.turned_weight, self.of_weight, torch.bfloat16)
-        self.backend.finish_hidden(out, product, gradient.unit, gradient.large, self.weight)
+        self.backend.finish_hidden(out, product, gradient, self.weight, self.row_sum)
 
     def add(self, here: slice, gradient, is_last: bool) -> None:
         """Add all blocks to dW after the last one."""
@@ -126,6 +146,8 @@ class Fp8Products:
             for part, columns in zip(out.split(IDS), self.columns.split(IDS)):
                 product = _product(columns, hidden, of_hidden, dtype)[: len(part)]
                 part.add_(product) if adds else part.copy_(product)
+        if self.of_uniform is not None:
+            out[: len(self.weight)] += self.of_uniform
         self.backend.add_to_weight(out, self.large, self.hidden)
 
 
@@ -199,6 +221,8 @@ def obstacle(head: LinearRequest) -> str | None:
         return "with a softcap the label's entry may be smaller than what is rounded"
     if tensors.bias is not None:
         return "a bias has no such gradient"
+    if tensors.column_weight is not None:
+        return "class weights with label smoothing are no part that all entries have alike"
     if head.request.teacher_head.teacher_hidden is not None:
         return "a teacher's gradient is not of this form"
     if hidden.is_cuda and (torch.version.hip or _capability(hidden.device) < CAPABILITY):
