@@ -158,6 +158,9 @@ def wrong(line):
         values |= {"number": 1.5, "tensor": torch.ones(B, S)}
         if line.kind is Sequences:
             values["of other tokens"] = Sequences.from_mask(MASK[:, :2])
+        values |= {
+            f"no {field}": OBJECTS[line.kind]._replace(**{field: None}) for field in line.fields
+        }
     else:
         values |= {"list": [], "flag": True, "complex": 1j, "tensor": torch.tensor(0.5)}
         numbers = {"nan": NAN}

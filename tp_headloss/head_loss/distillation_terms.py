@@ -8,26 +8,11 @@ from typing import Annotated
 
 from .. import losses
 from ..engine.reductions import PerToken, StatisticValue
+from ..losses.distillation import TOPK_DISTILLATIONS
 from ..spec import NotNegative, NumberLine, OneOf, Weight, checked
 from .terms import Term
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "cross_entropy", "jsd", "total_variation")
-TOPK_DISTILLATIONS = {  # (divergence, support) -> the optional statistics that it needs
-    ("forward_kl", "topk"): ("topk_forward_kl",),
-    ("forward_kl", "vocabulary"): ("vocab_forward_kl",),
-    ("forward_kl", "tail"): ("vocab_forward_kl", "tail_log_mass"),
-    ("reverse_kl", "topk"): ("topk_reverse_kl",),
-    ("reverse_kl", "vocabulary"): (
-        "topk_reverse_kl",
-        "topk_log_mass",
-        "tail_log_mass",
-        "tail_entropy",
-    ),
-    ("reverse_kl", "tail"): ("topk_reverse_kl", "topk_log_mass", "tail_log_mass"),
-    ("jsd", "topk"): ("topk_jsd",),
-    ("jsd", "vocabulary"): ("vocab_jsd", "topk_log_mass"),
-    ("jsd", "tail"): ("vocab_jsd", "tail_log_mass"),
-}
 
 
 @checked

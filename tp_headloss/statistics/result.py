@@ -11,6 +11,7 @@ import torch
 from .family import MaybeNone
 
 Results = TypeVar("Results", bound=tuple)
+OF_LABELS = {"log_prob", "target_logit", "labels", "valid"}  # statistics that labels bring
 
 
 def documented_fields(results: type[Results]) -> type[Results]:
@@ -122,6 +123,18 @@ class VocabStatistics(NamedTuple):
         own = {name: x for name, x in values.items() if name not in self._fields}
         new = self._replace(**{name: x for name, x in values.items() if name not in own})
         return new._replace(registered={**(self.registered or {}), **own}) if own else new
+
+    def expect(self, owner: str, names: tuple[str, ...]):
+        """Raise ValueError, with what to write, if one of these statistics is None."""
+        missing = [name for name in names if getattr(self, name) is None]
+        if not missing:
+            return
+        remedy = f"give want={tuple(missing)}"
+        if {*missing} & OF_LABELS:
+            remedy = "give labels"
+        elif "teacher_mass" in missing:
+            remedy = "give a TopKTeacher, and a statistic of it in want"
+        raise ValueError(f"{owner} must have the statistics {missing}, got None: {remedy}")
 
     @property
     def tokens_like(self) -> torch.Tensor:
