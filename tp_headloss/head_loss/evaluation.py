@@ -11,7 +11,7 @@ import torch
 from ..call.compile import uncompiled
 from ..engine.autograd import has_other_leaves
 from ..engine.reductions import StatisticValue
-from ..statistics import VocabStatistics, known_statistics
+from ..statistics import MissingStatistics, VocabStatistics, known_statistics
 from .token_sums import expect_per_token, metric_sums
 
 # names that have a meaning of their own in `mean_metrics` or in `HeadLossOutput`, and beginnings of
@@ -183,7 +183,7 @@ def _call_function(function: StatisticsFunction, stats, inputs):
     asked for."""
     try:
         return function.function(stats, **{name: inputs[name] for name in function.inputs})
-    except (TypeError, AttributeError, ValueError) as error:
+    except (TypeError, AttributeError, MissingStatistics) as error:
         _expect_statistics(function, stats, inputs, error)
         raise
 
@@ -191,7 +191,7 @@ def _call_function(function: StatisticsFunction, stats, inputs):
 def _expect_statistics(function: StatisticsFunction, stats, inputs, error: Exception | None = None):
     """Raise ValueError if a function reads an optional statistic that no term or metric asked
     for."""
-    used = names_read(function.function) | _names_read_in_a_call(function, stats, inputs)
+    used = _names_read_in_a_call(function, stats, inputs)
     absent = [
         name for name in known_statistics() if name in used and getattr(stats, name, None) is None
     ]

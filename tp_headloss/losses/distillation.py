@@ -127,11 +127,11 @@ def log_tail(
 def _expect_known(stats: VocabStatistics, divergence: str, support: Support, log_tail: Tail):
     """Raise ValueError unless there are the statistics, and the teacher's tail, that a support
     needs."""
-    stats.expect(f"stats for support={support!r}", TOPK_DISTILLATIONS[divergence, support])
     if support == "tail" and log_tail is None:
         raise ValueError(
             "support='tail' needs log_tail, the teacher's, see losses.log_tail, got None"
         )
+    stats.expect(f"stats for support={support!r}", TOPK_DISTILLATIONS[divergence, support])
 
 
 @checked

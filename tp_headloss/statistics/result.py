@@ -23,6 +23,10 @@ def documented_fields(results: type[Results]) -> type[Results]:
     return results
 
 
+class MissingStatistics(ValueError):
+    """A loss needs statistics that nothing asked for."""
+
+
 @documented_fields
 class VocabStatistics(NamedTuple):
     """Per-token statistics of the whole vocabulary: fp32, the logits' leading shape, equal bits on
@@ -125,7 +129,7 @@ class VocabStatistics(NamedTuple):
         return new._replace(registered={**(self.registered or {}), **own}) if own else new
 
     def expect(self, owner: str, names: tuple[str, ...]):
-        """Raise ValueError, with what to write, if one of these statistics is None."""
+        """Raise MissingStatistics, with what to write, if one of these statistics is None."""
         missing = [name for name in names if getattr(self, name) is None]
         if not missing:
             return
@@ -134,7 +138,8 @@ class VocabStatistics(NamedTuple):
             remedy = "give labels"
         elif "teacher_mass" in missing:
             remedy = "give a TopKTeacher, and a statistic of it in want"
-        raise ValueError(f"{owner} must have the statistics {missing}, got None: {remedy}")
+        said = f"{owner} must have the statistics {missing}, got None: {remedy}"
+        raise MissingStatistics(said)
 
     @property
     def tokens_like(self) -> torch.Tensor:
