@@ -9,7 +9,7 @@ GROUPS = {
     "test_draft": [
         ("losses/draft.py", "lk_lambda", "acceptance_rate(stats).detach()", "acceptance_rate(stats)"),
         ("losses/draft.py", "lk_alpha", "acceptance_rate(stats).clamp(min=MIN_ACCEPTANCE)", "acceptance_rate(stats)"),
-        ("head_loss/distillation_terms.py", "LKLoss", "partial(losses.lk_lambda, eta=eta)", "losses.lk_lambda"),
+        ("head_loss/distillation_terms.py", "LKLoss", "3.0 if eta is None else eta", "3.0"),
     ],
     "test_draft_functions": [
         ("integrations/speculators.py", "compute_metrics", "targets[:, ttt_step:]", "targets[:, : targets.shape[1] - ttt_step]"),
@@ -549,7 +549,7 @@ GROUPS = {
     "test_engine_choice": [
         ("linear_head/facts.py", "LinearFacts.operands", "weight.data_ptr() % 16", "False"),
         ("linear_head/epilogue.py", "_obstacle_to_operands", "not torch.compiler.is_compiling() and (hidden.is_neg() or weight.is_neg())", "hidden.is_neg() or weight.is_neg()"),
-        ("linear_head/epilogue.py", "is_default", "_capability(device) in MEASURED", "_capability(device) >= CAPABILITY"),
+        ("linear_head/epilogue.py", "is_default", "compute_capability(device) in MEASURED", "compute_capability(device) >= CAPABILITY"),
         ("linear_head/epilogue.py", "obstacle", "linear.exact_logits and (linear.mode == 'one_sweep' or linear.gradients is not None)", "False"),
         ("linear_head/request.py", "_linear_facts", "not linear.exact_logits", "not has_epilogue"),
     ],

@@ -50,6 +50,7 @@ RELATED = {  # values that go with others
     "scale": 1.0,
     "softcap": 2.0,
     "support": "topk",
+    "output_clamp": 10.0,
 }
 NAN = math.nan
 

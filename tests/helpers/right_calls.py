@@ -192,4 +192,6 @@ def arguments_of(function) -> dict:
     if function in HOSTS:
         return HOSTS[function]
     given = {name: right(name, line) for name, line in function.lines.items()}
+    if function is hl.TopKDistillation:  # the only one of which outside_log_prob is
+        given |= {"divergence": "reverse_kl", "support": "vocabulary"}
     return given | ({"objective": "vespo"} if "objective" in given else {})
