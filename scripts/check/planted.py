@@ -719,7 +719,7 @@ GROUPS = {
         ("integrations/axolotl.py", "HeadLossPlugin.pre_model_load", "cfg.get(name)", "cfg.get(name) is True"),
         ("integrations/axolotl.py", "HeadLossPlugin.pre_model_load", "require('axolotl')", "pass"),
         ("integrations/axolotl.py", "HeadLossPlugin.pre_model_load", "require('transformers')", "pass"),
-        ("integrations/axolotl.py", "HeadLossPlugin.post_model_load", "model.get_base_model() if adapted else model", "model"),
+        ("integrations/transformers/model_facts.py", "without_wrapper", "model.get_base_model() if is_adapted else model", "model"),
         ("integrations/axolotl.py", "HeadLossPlugin.post_model_load", "self.head_loss(cfg)", "HeadLoss()"),
     ],
     "test_ms_swift": [
