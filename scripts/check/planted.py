@@ -9,7 +9,7 @@ GROUPS = {
     "test_draft": [
         ("losses/draft.py", "lk_lambda", "acceptance_rate(stats).detach()", "acceptance_rate(stats)"),
         ("losses/draft.py", "lk_alpha", "acceptance_rate(stats).clamp(min=MIN_ACCEPTANCE)", "acceptance_rate(stats)"),
-        ("head_loss/distillation_terms.py", "LKLoss", "partial(losses.lk_lambda, eta=eta)", "losses.lk_lambda"),
+        ("head_loss/distillation_terms.py", "LKLoss", "3.0 if eta is None else eta", "3.0"),
     ],
     "test_draft_functions": [
         ("integrations/speculators.py", "compute_metrics", "targets[:, ttt_step:]", "targets[:, : targets.shape[1] - ttt_step]"),
@@ -549,7 +549,7 @@ GROUPS = {
     "test_engine_choice": [
         ("linear_head/facts.py", "LinearFacts.operands", "weight.data_ptr() % 16", "False"),
         ("linear_head/epilogue.py", "_obstacle_to_operands", "not torch.compiler.is_compiling() and (hidden.is_neg() or weight.is_neg())", "hidden.is_neg() or weight.is_neg()"),
-        ("linear_head/epilogue.py", "is_default", "_capability(device) in MEASURED", "_capability(device) >= CAPABILITY"),
+        ("linear_head/epilogue.py", "is_default", "compute_capability(device) in MEASURED", "compute_capability(device) >= CAPABILITY"),
         ("linear_head/epilogue.py", "obstacle", "linear.exact_logits and (linear.mode == 'one_sweep' or linear.gradients is not None)", "False"),
         ("linear_head/request.py", "_linear_facts", "not linear.exact_logits", "not has_epilogue"),
     ],
@@ -730,7 +730,7 @@ GROUPS = {
         ("integrations/axolotl.py", "HeadLossPlugin.pre_model_load", "cfg.get(name)", "cfg.get(name) is True"),
         ("integrations/axolotl.py", "HeadLossPlugin.pre_model_load", "require('axolotl')", "pass"),
         ("integrations/axolotl.py", "HeadLossPlugin.pre_model_load", "require('transformers')", "pass"),
-        ("integrations/axolotl.py", "HeadLossPlugin.post_model_load", "model.get_base_model() if adapted else model", "model"),
+        ("integrations/transformers/model_facts.py", "without_wrapper", "model.get_base_model() if is_adapted else model", "model"),
         ("integrations/axolotl.py", "HeadLossPlugin.post_model_load", "self.head_loss(cfg)", "HeadLoss()"),
     ],
     "test_ms_swift": [
@@ -828,9 +828,9 @@ GROUPS = {
         ("head_loss/loss.py", "_argument.replace", "HeadLoss(**self._definition.arguments() | {name: value})._definition", "self._definition._replace(**{name: value})"),
     ],
     "test_arguments_of_losses": [
-        ("spec/lines.py", "TensorLine._shape_hint", "x.dim() == 0", "False"),
-        ("spec/lines.py", "TensorLine._shape_hint", "same or is_flat", "same"),
-        ("spec/lines.py", "TensorLine._shape_hint", "x.dim() == 1 and len(x) == math.prod(lead)", "False"),
+        ("spec/tensor_line.py", "TensorLine._shape_hint", "x.dim() == 0", "False"),
+        ("spec/tensor_line.py", "TensorLine._shape_hint", "same or is_flat", "same"),
+        ("spec/tensor_line.py", "TensorLine._shape_hint", "x.dim() == 1 and len(x) == math.prod(lead)", "False"),
         ("losses/policy.py", "expect_distances", "0.5 <= low < 1 < high", "False"),
         ("losses/policy.py", "cispo", "expect_distances(clip)", "pass"),
         ("losses/policy.py", "cispo", "not clip[1] >= 1", "False"),
@@ -839,14 +839,14 @@ GROUPS = {
     "test_spec": [
         ("spec/lines.py", "NumberLine.check", "not isinstance(value, int)", "False"),
         ("spec/lines.py", "NumberLine.check", "self.in_fp32 and FP32_MAX < abs(value) < math.inf", "False"),
-        ("spec/lines.py", "TensorLine.check", "expect_dense(name, x)", "pass"),
+        ("spec/tensor_line.py", "TensorLine.check", "expect_dense(name, x)", "pass"),
         ("spec/checked.py", "_checking.call", "name in _DETACHED[key]", "name in kwargs and name in _DETACHED[key]"),
-        ("spec/lines.py", "TensorLine.check", "not DTYPES[self.kind](x.dtype)", "False"),
-        ("spec/lines.py", "TensorLine._fits", "self.broadcasts and n == 1", "n == 1"),
+        ("spec/tensor_line.py", "TensorLine.check", "not DTYPES[self.kind](x.dtype)", "False"),
+        ("spec/tensor_line.py", "TensorLine._fits", "self.broadcasts and n == 1", "n == 1"),
         ("spec/lines.py", "NumberLine.check", "not self.low <= value <= self.high", "value < self.low or value > self.high"),
         ("spec/lines.py", "TupleOf.check", "len(value) != (self.count or len(value))", "False"),
         ("spec/lines.py", "Instance.check", "known != tuple(tokens.shape)", "False"),
-        ("spec/lines.py", "_check_alike", "device != expected", "False"),
+        ("spec/tensor_line.py", "check_alike", "device != expected", "False"),
         ("spec/lines.py", "AnyOf.check", "value is None and self.optional", "value is None"),
         ("spec/checked.py", "lines_of", "name not in ('cls', 'self') and parameter.kind is not parameter.VAR_KEYWORD", "False"),
     ],

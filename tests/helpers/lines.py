@@ -50,6 +50,7 @@ RELATED = {  # values that go with others
     "scale": 1.0,
     "softcap": 2.0,
     "support": "topk",
+    "output_clamp": 10.0,
 }
 NAN = math.nan
 
@@ -158,6 +159,9 @@ def wrong(line):
         values |= {"number": 1.5, "tensor": torch.ones(B, S)}
         if line.kind is Sequences:
             values["of other tokens"] = Sequences.from_mask(MASK[:, :2])
+        values |= {
+            f"no {field}": OBJECTS[line.kind]._replace(**{field: None}) for field in line.fields
+        }
     else:
         values |= {"list": [], "flag": True, "complex": 1j, "tensor": torch.tensor(0.5)}
         numbers = {"nan": NAN}

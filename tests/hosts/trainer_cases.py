@@ -253,10 +253,8 @@ def adapters(group):
     """LoRA beside the output layer is trained; LoRA of a sharded output layer is refused by
     name."""
     theirs, model = transformers_run(adapted("q_proj", "v_proj")), adapted("q_proj", "v_proj")
-    fuse_head(model.get_base_model())
-    refused(
-        lambda: fuse_head(adapted("lm_head").get_base_model()), "got peft.tuners.lora", TypeError
-    )
+    fuse_head(model)
+    refused(lambda: fuse_head(adapted("lm_head")), "got peft.tuners.lora", TypeError)
     return errors(
         transformers_run(model),
         theirs,

@@ -414,14 +414,18 @@ def adapters(group):
             return torch.stack([on, off, merged]).detach()
 
         own, own_states = step(), states()
-        with fuse_head(model.get_base_model()):
+        with fuse_head(model) as fused:
+            assert fused.model is model.get_base_model()
             head = next(name for name in trained if "lm_head" in name)
             found.append(compared(*step(), *own, head))
             torch.testing.assert_close(states(), own_states)
             assert own_states[0] != own_states[1]
-        with fuse_log_probs(model.get_base_model()):
+        with fuse_log_probs(model) as fused:
+            assert fused.model is model.get_base_model()
             loss = model(**inputs, fused_lm_head=True).loss.detach()
         torch.testing.assert_close(loss, own_states[0])
+    # a loss function of the wrapper would be called by nobody
+    refused(lambda: causal_lm_loss(model), "PEFT: model.get_base_model()", TypeError)
     for variant in ({"use_dora": True}, {"lora_bias": True}):
         model = AutoModelForCausalLM.from_config(config_of())
         model = get_peft_model(

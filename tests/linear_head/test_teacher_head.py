@@ -303,6 +303,8 @@ def bad_selection(group, device, wrong):
         weight = weight[last:]
     elif wrong == "beyond":
         ids = torch.tensor([0, V])
+    elif wrong == "twice":
+        ids = torch.tensor([7, 3, 5, 7, 3])
     elif wrong == "gap":
         to = hl.VocabShard(30 * last, 50 if last else 25, 50, group)
     else:
@@ -319,6 +321,7 @@ def bad_selection(group, device, wrong):
         ("ids of a rank", "ranks must agree on ids"),
         ("rows", r"on rank 1 of the group: weight must have the shard's 100 rows .*, got 99"),
         ("beyond", r"ids must be in \[0, 200\), got \[200\]"),
+        ("twice", r"ids must be distinct, got \[3, 7\] more than once: torch.unique\(ids\)"),
         (
             "gap",
             r"the shards of the group must cover \[0, 50\) once, got \[\[0, 25\], \[30, 50\]\]",

@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from pages import ROOT, names_of
+from pages import ROOT, blocks, names_of
 from ranks import on_ranks
 
 import tp_headloss as hl
@@ -177,3 +177,30 @@ def test_the_draft_vocabulary_of_the_page():
     assert torch.equal(draft_id[ids], torch.arange(len(ids)))
     assert (draft_id[~scope["t2d"]] == -100).all()
     assert torch.equal(scope["target_rows"], scope["target_weight"][ids])
+
+
+ON_ONE_RANK = "group = None  # under torchrun"
+
+
+def rates_of_the_page(group, device):
+    """The rates that the page computes when it runs on ranks, and the gradient of this one's."""
+    scope = {"group": group}
+    with torch.device(device):
+        for block in blocks(ROOT / "docs/guides/draft_heads.md"):
+            if not block.kind:
+                exec(block.code.replace(ON_ONE_RANK, "#"), scope)
+    return scope["rate"].detach(), scope["log_rate"].detach(), scope["draft_logits"].grad
+
+
+def test_the_rates_of_the_page_are_the_same_on_several_ranks():
+    code = "".join(block.code for block in blocks(ROOT / "docs/guides/draft_heads.md"))
+    assert code.count(ON_ONE_RANK) == 1
+    ((rate, log_rate, grad),) = on_ranks(1, rates_of_the_page)
+    assert 0.02 < rate < 0.2 and grad.abs().sum() > 0  # a fifth of the ids
+    for ranks in (2, 4):
+        found = on_ranks(ranks, rates_of_the_page)
+        for other in found:
+            torch.testing.assert_close(other[0], rate, rtol=1e-5, atol=0)
+            torch.testing.assert_close(other[1], log_rate, rtol=1e-5, atol=0)
+        grads = torch.cat([other[2] for other in found], -1)
+        torch.testing.assert_close(grads, grad, rtol=1e-4, atol=1e-8)

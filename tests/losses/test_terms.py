@@ -1,5 +1,6 @@
 """Terms and metrics: what they may be, what is refused, inputs per sequence, pickling."""
 
+import functools
 import pickle
 
 import pytest
@@ -141,6 +142,43 @@ def test_a_statistic_that_nobody_wants_is_named_where_a_term_uses_it():
         ValueError, match=r"a metric uses the statistics \['entropy'\].* want=\('entropy',\)"
     ):
         hl.HeadLoss(metrics=hl.Metric(lambda s: {"entropy": s.entropy}))(x, labels)
+
+
+def read_elsewhere(stats):
+    return stats.entropy
+
+
+UNWANTED = {  # functions that read "total_variation" or "entropy" in another function
+    "a loss": hl.losses.acceptance_rate,
+    "a call of a loss": lambda stats: 1 - hl.losses.acceptance_rate(stats),
+    "a function, for arithmetic": lambda stats: 1 - read_elsewhere(stats),
+    "a function, which is returned": lambda stats: read_elsewhere(stats),
+    "a partial": functools.partial(hl.losses.lk_lambda, eta=1.0),
+}
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("name", UNWANTED)
+def test_a_statistic_that_nobody_wants_is_named_where_another_function_reads_it(name, compile):
+    x, labels, *_ = rows()
+    function = UNWANTED[name]
+    words = r"uses the statistics \[.*('entropy'|'total_variation')\].* give it want=\("
+    term = hl.HeadLoss(hl.Term("mine", function), compile=compile)
+    with pytest.raises(ValueError, match="term 'mine' " + words):
+        term(x, labels)
+    metric = hl.HeadLoss(metrics=hl.Metric(lambda s: {"mine": function(s)}), compile=compile)
+    with pytest.raises(ValueError, match="a metric " + words):
+        metric(x, labels)
+
+
+def test_a_functions_own_error_stays_its_own():
+    x, labels, *_ = rows()
+
+    def wrong(stats):
+        raise TypeError(f"not {hl.losses.entropy_bonus}")  # whose name it does not call
+
+    with pytest.raises(TypeError, match=r"^not <function"):
+        hl.HeadLoss(hl.Term("wrong", wrong))(x, labels)
 
 
 IN_PLACE = {

@@ -9,6 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from ..ranks.compiler import disabled_for_compile
+from ..spec.calls import TOO_MANY
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -49,7 +50,7 @@ def uncompiled_where_needed(function: Callable[P, R]) -> Callable[P, R]:
 
     described: Any = function
     plain = described.__wrapped__
-    names = described.names
+    arities = described.arities
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -67,7 +68,8 @@ def uncompiled_where_needed(function: Callable[P, R]) -> Callable[P, R]:
             if found is not None:
                 return uncompiled[found](*args, **kwargs)
             return plain(*args, **kwargs)
-        if not kwargs.keys() <= names:
+        needed, allowed = arities.get(len(args), TOO_MANY)
+        if not needed <= kwargs.keys() <= allowed:
             return function(*args, **kwargs)  # which says what to write
         try:
             return plain(*args, **kwargs)

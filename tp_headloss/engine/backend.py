@@ -60,6 +60,8 @@ import os
 
 import torch
 
+from ..ranks.compiler import constant_for_compile
+
 BACKENDS = ("torch", "triton")
 
 
@@ -80,6 +82,12 @@ def resolve_backend(name: str | None, device) -> str:
 def load_backend(name: str):
     """The backend's module."""
     return importlib.import_module(f".{'eager' if name == 'torch' else name}", __package__)
+
+
+@constant_for_compile
+def compute_capability(device: torch.device) -> tuple[int, int]:
+    """Major and minor of an NVIDIA GPU's compute capability; (0, 0) of AMD's GPUs."""
+    return (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
 
 
 def version_numbers(version: str) -> tuple[int, int]:

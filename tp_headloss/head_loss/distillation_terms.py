@@ -8,26 +8,11 @@ from typing import Annotated
 
 from .. import losses
 from ..engine.reductions import PerToken, StatisticValue
+from ..losses.distillation import TOPK_DISTILLATIONS
 from ..spec import NotNegative, NumberLine, OneOf, Weight, checked
 from .terms import Term
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "cross_entropy", "jsd", "total_variation")
-TOPK_DISTILLATIONS = {  # (divergence, support) -> the optional statistics that it needs
-    ("forward_kl", "topk"): ("topk_forward_kl",),
-    ("forward_kl", "vocabulary"): ("vocab_forward_kl",),
-    ("forward_kl", "tail"): ("vocab_forward_kl", "tail_log_mass"),
-    ("reverse_kl", "topk"): ("topk_reverse_kl",),
-    ("reverse_kl", "vocabulary"): (
-        "topk_reverse_kl",
-        "topk_log_mass",
-        "tail_log_mass",
-        "tail_entropy",
-    ),
-    ("reverse_kl", "tail"): ("topk_reverse_kl", "topk_log_mass", "tail_log_mass"),
-    ("jsd", "topk"): ("topk_jsd",),
-    ("jsd", "vocabulary"): ("vocab_jsd", "topk_log_mass"),
-    ("jsd", "tail"): ("vocab_jsd", "tail_log_mass"),
-}
 
 
 @checked
@@ -81,7 +66,7 @@ def LKLoss(
     weight: Weight = 1.0,
     form: Annotated[str, OneOf(("lambda", "alpha"))] = "lambda",
     *,
-    eta: NotNegative = 3.0,
+    eta: NotNegative | None = None,
 ) -> Term:
     """LK loss of a draft model of speculative decoding. Input: "teacher", a `Teacher` with the
     target's logits, or for `HeadLoss.linear` a `TeacherHead`.
@@ -89,7 +74,7 @@ def LKLoss(
     Args:
         form: "lambda", a mixture of forward KL and total variation, see `losses.lk_lambda`; "alpha",
             -log of the acceptance rate, see `losses.lk_alpha`. Both take a second, small collective.
-        eta: of "lambda".
+        eta: of "lambda" alone; by default 3.0.
 
     Examples:
         >>> draft, labels = torch.tensor([[1.0, 0.0]]), torch.tensor([0])
@@ -101,14 +86,15 @@ def LKLoss(
 
     Source: LK losses (arXiv:2602.23881).
     """
-    return Term(
-        "lk",
-        losses.lk_alpha if form == "alpha" else partial(losses.lk_lambda, eta=eta),
-        weight,
-        ("total_variation",) if form == "alpha" else ("forward_kl", "total_variation"),
-        tokenwise=True,
-        pointwise=True,
-    )
+    if form == "alpha":
+        if eta is not None:
+            raise ValueError(f"eta is of form='lambda', got eta={eta} with form='alpha'")
+        function: PerToken = losses.lk_alpha
+        want: tuple[str, ...] = ("total_variation",)
+    else:
+        function = partial(losses.lk_lambda, eta=3.0 if eta is None else eta)
+        want = "forward_kl", "total_variation"
+    return Term("lk", function, weight, want, tokenwise=True, pointwise=True)
 
 
 @checked
@@ -117,7 +103,8 @@ def TopKDistillation(
     divergence: Annotated[str, OneOf(("forward_kl", "reverse_kl", "jsd"))] = "forward_kl",
     support: Annotated[str, OneOf(losses.SUPPORTS)] = "topk",
     *,
-    outside_log_prob: Annotated[float, NumberLine(-math.inf, 0, "a log-prob, at most 0")] = -100.0,
+    outside_log_prob: Annotated[float, NumberLine(-math.inf, 0, "a log-prob, at most 0")]
+    | None = None,
     temperature_squared: bool = False,
     name: str | None = None,
 ) -> Term:
@@ -129,7 +116,7 @@ def TopKDistillation(
         support: the set over which the student is normalised: "topk", "vocabulary" or "tail", see
             `losses.topk_forward_kl`; "tail" needs a teacher with renormalize=False.
         outside_log_prob: log-prob of the teacher outside of its entries, for the reverse KL over
-            the vocabulary.
+            the vocabulary alone; by default -100.
         temperature_squared: as in `Distillation`.
         name: the term's name, by default "topk_" and the divergence's.
 
@@ -139,6 +126,13 @@ def TopKDistillation(
         >>> HeadLoss([TopKDistillation()])(logits, labels, inputs={"teacher": teacher}).loss
         tensor(0.4024)
     """
+    if outside_log_prob is None:
+        outside_log_prob = -100.0
+    elif (divergence, support) != ("reverse_kl", "vocabulary"):
+        raise ValueError(
+            "outside_log_prob is of divergence='reverse_kl' with support='vocabulary', got "
+            f"{divergence!r} with {support!r}"
+        )
     want = TOPK_DISTILLATIONS[divergence, support]
     function: PerToken = StatisticValue(want[0])
     if len(want) > 1 or temperature_squared:

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..call.compile import uncompiled
 from ..engine.autograd import has_other_leaves
 from ..engine.reductions import StatisticValue
-from ..statistics import VocabStatistics, known_statistics
+from ..statistics import MissingStatistics, VocabStatistics, known_statistics
 from .token_sums import expect_per_token, metric_sums
 
 # names that have a meaning of their own in `mean_metrics` or in `HeadLossOutput`, and beginnings of
@@ -59,7 +60,7 @@ def evaluate(
     for function, value in zip(functions, values):
         if not isinstance(function.function, StatisticValue):
             if value is None:
-                _expect_statistics(function, stats)
+                _expect_statistics(function, stats, inputs)
             expect_per_token(function.owner, value, stats.lse.shape)
     with torch.no_grad():
         by_token, by_sequence = _metric_values(metrics, stats, inputs), {}
@@ -137,7 +138,7 @@ def _metric_values(metrics, stats, inputs) -> dict[str, torch.Tensor]:
                 f"{metric.owner} must name its values by strings, not empty, got {unnamed}"
             )
         if any(value is None for value in new.values()):
-            _expect_statistics(metric, stats)
+            _expect_statistics(metric, stats, inputs)
         if reserved := {x for x in new if x in RESERVED or x.startswith(LOSSES)} - {
             *metric.may_return
         }:
@@ -182,15 +183,15 @@ def _call_function(function: StatisticsFunction, stats, inputs):
     asked for."""
     try:
         return function.function(stats, **{name: inputs[name] for name in function.inputs})
-    except (TypeError, AttributeError) as error:
-        _expect_statistics(function, stats, error)
+    except (TypeError, AttributeError, MissingStatistics) as error:
+        _expect_statistics(function, stats, inputs, error)
         raise
 
 
-def _expect_statistics(function: StatisticsFunction, stats, error: Exception | None = None):
-    """Raise ValueError if a function's code names an optional statistic that no term or metric
-    asked for."""
-    used = names_read(function.function)
+def _expect_statistics(function: StatisticsFunction, stats, inputs, error: Exception | None = None):
+    """Raise ValueError if a function reads an optional statistic that no term or metric asked
+    for."""
+    used = _names_read_in_a_call(function, stats, inputs)
     absent = [
         name for name in known_statistics() if name in used and getattr(stats, name, None) is None
     ]
@@ -199,3 +200,19 @@ def _expect_statistics(function: StatisticsFunction, stats, error: Exception | N
             f"{function.owner} uses the statistics {absent}, which nothing wants: give it "
             f"want={tuple(absent)}"
         ) from error
+
+
+@uncompiled("it watches what a function reads, for an error")
+def _names_read_in_a_call(function: StatisticsFunction, stats, inputs) -> set[str]:
+    """Names of statistics that a function reads, itself or in the functions that it calls."""
+    found = set()
+
+    class Watched(VocabStatistics):
+        def __getattribute__(self, name):
+            found.add(name)
+            return super().__getattribute__(name)
+
+    given = {name: inputs[name] for name in function.inputs}
+    with contextlib.suppress(Exception), torch.no_grad():
+        function.function(Watched(*stats), **given)
+    return found

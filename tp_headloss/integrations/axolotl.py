@@ -97,7 +97,5 @@ class HeadLossPlugin(BasePlugin):
         """
         from .transformers import fuse_head
 
-        adapted = hasattr(model, "get_base_model")  # by PEFT
-        base = model.get_base_model() if adapted else model
-        self.fused = fuse_head(base, self.head_loss(cfg))
+        self.fused = fuse_head(model, self.head_loss(cfg))
         _log.info("axolotl trains with %r", self.fused)

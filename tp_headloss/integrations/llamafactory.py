@@ -47,5 +47,4 @@ class HeadLossCallback(TrainerCallback):
         Args:
             model: a causal language model of transformers, or PEFT's wrapper of one.
         """
-        adapted = hasattr(model, "get_base_model")  # by PEFT
-        self.fused = fuse_head(model.get_base_model() if adapted else model, self.head_loss)
+        self.fused = fuse_head(model, self.head_loss)

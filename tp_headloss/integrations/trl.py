@@ -17,12 +17,13 @@ from . import require
 from .transformers.check import InstalledForward
 from .transformers.forward import named_arguments
 from .transformers.model_facts import (
-    Model,
+    MaybeAdapted,
     call_shard,
     checked_linear,
     gathered_head,
     head_operands,
     output_layer,
+    without_wrapper,
 )
 from .transformers.model_parts import next_token_labels, refuse_columns
 
@@ -42,7 +43,7 @@ SETTINGS = ("temperature", "cast_lm_head_to_fp32", "outputs")
 
 @checked
 def fuse_log_probs(
-    model: Model,
+    model: MaybeAdapted,
     temperature: Positive | None = None,
     cast_lm_head_to_fp32: bool | None = None,
     outputs: Annotated[tuple[str, ...], Names(lambda: sorted(OUTPUTS))] | None = None,
@@ -71,6 +72,7 @@ def fuse_log_probs(
         TypeError, ValueError: as in `transformers.fuse_head`; an output that TRL's head does not have; an auxiliary
             loss of a router. In a call without labels: logits of this rank's columns (`transformers.colwise_plan`).
     """
+    model = without_wrapper(model)
     output_layer(model)
     trl_forward, settings = _trl_forward_and_settings(model)
     given = {

@@ -3,23 +3,18 @@
 import torch
 
 from ..arguments.linear import Linear
+from ..engine.backend import compute_capability
 from ..engine.request import Request
-from ..ranks.compiler import constant_for_compile
 
 CAPABILITY = (9, 0)  # of the oldest GPUs whose tensor memory accelerator loads the tiles
 # capabilities on which scripts/bench/linear_turns.py compared them with blocks
 MEASURED = ((9, 0),)
 
 
-@constant_for_compile
-def _capability(device: torch.device) -> tuple[int, int]:
-    return (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
-
-
 def is_default(device: torch.device) -> bool:
     """True where calls with rounded logits have epilogues if they can: where these were compared
     with blocks."""
-    return device.type == "cuda" and _capability(device) in MEASURED
+    return device.type == "cuda" and compute_capability(device) in MEASURED
 
 
 def has_wide_rows(weight: torch.Tensor) -> bool:
@@ -56,7 +51,7 @@ def _obstacle_to_statistics(request: Request) -> str | None:
 
 def _obstacle_to_operands(hidden, weight, dtype: torch.dtype) -> str | None:
     """Reason why the kernel cannot read the operands as they are."""
-    if hidden.is_cuda and _capability(hidden.device) < CAPABILITY:
+    if hidden.is_cuda and compute_capability(hidden.device) < CAPABILITY:
         return f"the GPU's compute capability is less than {CAPABILITY[0]}.{CAPABILITY[1]}"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"the operands are neither bfloat16 nor float16 but {dtype}"

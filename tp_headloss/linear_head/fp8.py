@@ -12,14 +12,13 @@ summed over blocks, the memory traffic of dW would take the time that fp8 saves.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any, NamedTuple
 
 import torch
 
 from ..engine import passes
-from ..engine.backend import load_backend
+from ..engine.backend import compute_capability, load_backend
 from ..engine.fp8 import (
     ALIGNED,
     GRADIENT,
@@ -225,13 +224,8 @@ def obstacle(head: LinearRequest) -> str | None:
         return "class weights with label smoothing are no part that all entries have alike"
     if head.request.teacher_head.teacher_hidden is not None:
         return "a teacher's gradient is not of this form"
-    if hidden.is_cuda and (torch.version.hip or _capability(hidden.device) < CAPABILITY):
+    if hidden.is_cuda and compute_capability(hidden.device) < CAPABILITY:
         return "such products need an NVIDIA GPU of compute capability {}.{}".format(*CAPABILITY)
     if not sweep_tokens(head):
         return refusal(_tokens, _sizes(head), head.linear.budget)
     return None
-
-
-@functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)

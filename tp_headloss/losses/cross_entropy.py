@@ -3,16 +3,20 @@ masked nor averaged."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import torch
 
-from ..spec import ClassWeight, OneOf, Share, TokenLoss, checked
+from ..spec import ClassWeight, Instance, OneOf, Share, TokenLoss, checked
 from ..statistics import VocabStatistics
+
+Scored: TypeAlias = Annotated[VocabStatistics, Instance(VocabStatistics, ("log_prob",))]
+Labelled: TypeAlias = Annotated[VocabStatistics, Instance(VocabStatistics, ("labels",))]
+WithTotal: TypeAlias = Annotated[VocabStatistics, Instance(VocabStatistics, ("log_prob", "total"))]
 
 
 @checked
-def cross_entropy(stats: VocabStatistics) -> TokenLoss:
+def cross_entropy(stats: Scored) -> TokenLoss:
     """Return -log p_y, the cross-entropy of each token with its label.
 
     Examples:
@@ -25,7 +29,7 @@ def cross_entropy(stats: VocabStatistics) -> TokenLoss:
 
 @checked
 def smoothed_cross_entropy(
-    stats: VocabStatistics,
+    stats: WithTotal,
     smoothing: Share,
     formula: Annotated[str, OneOf(("torch", "megatron"))] = "torch",
     class_weight: ClassWeight | None = None,
@@ -33,7 +37,6 @@ def smoothed_cross_entropy(
     """Return the cross-entropy with labels smoothed over the true global vocabulary.
 
     Args:
-        stats: `VocabStatistics` with labels and the statistic "total".
         smoothing: a.
         formula: "torch" (torch.nn.functional.cross_entropy): probability (1 - a) + a / V at the
             label and a / V elsewhere, so (1 - a) (lse - z_y) + a (lse - mean z). "megatron" (NeMo,
@@ -68,7 +71,7 @@ def smoothed_cross_entropy(
 
 
 @checked
-def label_weight(stats: VocabStatistics, class_weight: ClassWeight) -> torch.Tensor:
+def label_weight(stats: Labelled, class_weight: ClassWeight) -> torch.Tensor:
     """Return the class weight w_y of each label, 0 where it is ignored (or invalid: its loss is NaN
     anyway).
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from ..spec import (
     ConstantPerToken,
     Finite,
+    Instance,
     OneOf,
     OpenShare,
     PositiveFp32,
@@ -29,14 +30,31 @@ from ..statistics import VocabStatistics
 SUPPORTS = ("topk", "vocabulary", "tail")
 Support: TypeAlias = Annotated[str, OneOf(SUPPORTS)]
 Tail: TypeAlias = ConstantPerToken | None
+Taught: TypeAlias = Annotated[
+    VocabStatistics, Instance(VocabStatistics, ("forward_kl", "teacher_entropy"))
+]
+OfEntries: TypeAlias = Annotated[VocabStatistics, Instance(VocabStatistics, ("teacher_mass",))]
+TOPK_DISTILLATIONS = {  # (divergence, support) -> the optional statistics that it needs
+    ("forward_kl", "topk"): ("topk_forward_kl",),
+    ("forward_kl", "vocabulary"): ("vocab_forward_kl",),
+    ("forward_kl", "tail"): ("vocab_forward_kl", "tail_log_mass"),
+    ("reverse_kl", "topk"): ("topk_reverse_kl",),
+    ("reverse_kl", "vocabulary"): (
+        "topk_reverse_kl",
+        "topk_log_mass",
+        "tail_log_mass",
+        "tail_entropy",
+    ),
+    ("reverse_kl", "tail"): ("topk_reverse_kl", "topk_log_mass", "tail_log_mass"),
+    ("jsd", "topk"): ("topk_jsd",),
+    ("jsd", "vocabulary"): ("vocab_jsd", "topk_log_mass"),
+    ("jsd", "tail"): ("vocab_jsd", "tail_log_mass"),
+}
 
 
 @checked
-def soft_cross_entropy(stats: VocabStatistics) -> TokenLoss:
+def soft_cross_entropy(stats: Taught) -> TokenLoss:
     """Return -sum q log p = KL(q || p) + H(q), whose gradient is that of KL(q || p).
-
-    Args:
-        stats: `VocabStatistics` with the statistics "forward_kl" and "teacher_entropy".
 
     Examples:
         >>> teacher = torch.tensor([[0.0, 1.0, 2.0]])
@@ -81,12 +99,11 @@ def _zero_without_entries(stats, value):
 
 @checked
 def log_tail(
-    stats: VocabStatistics, tail_log_prob: Tail = None, min_probability: Share = 0.0
+    stats: OfEntries, tail_log_prob: Tail = None, min_probability: Share = 0.0
 ) -> TokenValues:
     """Return the log of a top-K teacher's probability outside of its entries, in nats.
 
     Args:
-        stats: `VocabStatistics` of a `TopKTeacher`.
         tail_log_prob: the log, if it is known; None: the log of 1 - the sum of the entries'
             probabilities.
         min_probability: replaces a computed tail of at most 1e-6, rounding error; positive, a
@@ -107,12 +124,14 @@ def log_tail(
     return F.threshold(1 - stats.teacher_mass, 1e-6, min_probability).log()
 
 
-def _expect_tail(support: Support, log_tail: Tail):
-    """Raise ValueError unless the support has a teacher's tail if it needs one."""
+def _expect_known(stats: VocabStatistics, divergence: str, support: Support, log_tail: Tail):
+    """Raise ValueError unless there are the statistics, and the teacher's tail, that a support
+    needs."""
     if support == "tail" and log_tail is None:
         raise ValueError(
             "support='tail' needs log_tail, the teacher's, see losses.log_tail, got None"
         )
+    stats.expect(f"stats for support={support!r}", TOPK_DISTILLATIONS[divergence, support])
 
 
 @checked
@@ -138,7 +157,7 @@ def topk_forward_kl(stats: VocabStatistics, support: Support, log_tail: Tail = N
 
     Source: Megatron's topk_kl_div, whose ghost token is the tail.
     """
-    _expect_tail(support, log_tail)
+    _expect_known(stats, "forward_kl", support, log_tail)
     if log_tail is None or support != "tail":
         return stats.topk_forward_kl if support == "topk" else stats.vocab_forward_kl
     return stats.vocab_forward_kl + _times_mass(log_tail.exp(), log_tail - stats.tail_log_mass)
@@ -170,7 +189,7 @@ def topk_reverse_kl(
         >>> losses.topk_reverse_kl(stats, "tail", losses.log_tail(stats))
         tensor([1.2013])
     """
-    _expect_tail(support, log_tail)
+    _expect_known(stats, "reverse_kl", support, log_tail)
     if support == "topk":
         return stats.topk_reverse_kl
     tail = stats.tail_log_mass
@@ -205,7 +224,7 @@ def topk_jsd(
 
     Source: GKD (arXiv:2306.13649, section 2).
     """
-    _expect_tail(support, log_tail)
+    _expect_known(stats, "jsd", support, log_tail)
     if support == "topk":
         return stats.topk_jsd
     if log_tail is None or support == "vocabulary":

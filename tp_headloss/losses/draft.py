@@ -7,18 +7,22 @@ samples is accepted with probability alpha = sum min(p, q) = 1 - the total varia
 
 from __future__ import annotations
 
-from ..spec import NotNegative, TokenLoss, TokenValues, checked
+from typing import Annotated, TypeAlias
+
+from ..spec import Instance, NotNegative, TokenLoss, TokenValues, checked
 from ..statistics import VocabStatistics
+
+Compared: TypeAlias = Annotated[VocabStatistics, Instance(VocabStatistics, ("total_variation",))]
+ComparedTwice: TypeAlias = Annotated[
+    VocabStatistics, Instance(VocabStatistics, ("forward_kl", "total_variation"))
+]
 
 MIN_ACCEPTANCE = 1e-5  # below it, 1 - an fp32 total variation is mostly rounding error
 
 
 @checked
-def acceptance_rate(stats: VocabStatistics) -> TokenValues:
+def acceptance_rate(stats: Compared) -> TokenValues:
     """Return alpha = sum min(p, q), the probability that a sampled draft token is accepted.
-
-    Args:
-        stats: `VocabStatistics` with the statistic "total_variation".
 
     Examples:
         >>> stats = vocab_statistics(
@@ -35,14 +39,11 @@ def acceptance_rate(stats: VocabStatistics) -> TokenValues:
 
 
 @checked
-def lk_alpha(stats: VocabStatistics) -> TokenLoss:
+def lk_alpha(stats: Compared) -> TokenLoss:
     """Return -log alpha, the negative log of the acceptance rate.
 
     Its gradient is that of the total variation divided by alpha: larger where less is accepted. An
     alpha below 1e-5 counts as 1e-5 and has no gradient.
-
-    Args:
-        stats: `VocabStatistics` with the statistic "total_variation".
 
     Examples:
         >>> stats = vocab_statistics(
@@ -59,14 +60,13 @@ def lk_alpha(stats: VocabStatistics) -> TokenLoss:
 
 
 @checked
-def lk_lambda(stats: VocabStatistics, eta: NotNegative = 3.0) -> TokenLoss:
+def lk_lambda(stats: ComparedTwice, eta: NotNegative = 3.0) -> TokenLoss:
     """Return lambda KL(p || q) + (1 - lambda) TV(p, q), with lambda = exp(-eta alpha) of each token.
 
     A draft that is far from the target learns by the KL, and by the total variation the closer it
     comes. lambda is a constant for the gradient.
 
     Args:
-        stats: `VocabStatistics` with the statistics "forward_kl" and "total_variation".
         eta: how early the total variation takes over; 0: the KL alone.
 
     Examples:

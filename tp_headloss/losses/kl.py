@@ -22,6 +22,7 @@ from .ratio import (
     with_gradient_of,
 )
 
+OUTPUT_CLAMP = 10.0  # verl's
 KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "abs+", "k3+")
 
 
@@ -41,7 +42,7 @@ def kl_estimate(
     reference_log_prob: ReferenceLogProb,
     estimator: Annotated[str, OneOf(KL_ESTIMATORS)] = "k3",
     input_clamp: Positive | None = LOG_RATIO_CLAMP,
-    output_clamp: Positive | None = 10.0,
+    output_clamp: Positive | None = OUTPUT_CLAMP,
     sampler_log_prob: GeneratorLogProb | None = None,
 ) -> TokenValues:
     """Return an estimate [..] of KL(policy || reference) at each token. NaN stays NaN.
@@ -54,7 +55,7 @@ def kl_estimate(
             None: not clamped. 20 is NeMo-RL's default, and verl's for k3, which alone is clamped
             there.
         output_clamp: upper bound of k3, with zero gradient beyond; None: no bound. The default is
-            verl's.
+            verl's. The other estimators have none, and take no other one than the default.
         sampler_log_prob: multiplies the estimate by the importance weight w = exp(log_prob -
             sampler_log_prob), which is differentiated by log_prob, too, so that the gradient of w
             k3 is w x (bias-corrected KL), except where x is clamped. Pass ``log_prob`` itself for
@@ -68,9 +69,15 @@ def kl_estimate(
 
     Source: Schulman, http://joschu.net/blog/kl-approx.html.
     """
+    is_k3 = estimator.startswith("k3")
+    if not is_k3 and output_clamp not in (None, OUTPUT_CLAMP):
+        raise ValueError(
+            f"output_clamp is of the estimators 'k3' and 'k3+', got output_clamp={output_clamp} "
+            f"with {estimator!r}"
+        )
     x = log_ratio(log_prob, reference_log_prob, input_clamp)
     value = ESTIMATES[estimator.removesuffix("+")](x)
-    if output_clamp is not None and estimator.startswith("k3"):
+    if output_clamp is not None and is_k3:
         value = bounded(value, high=output_clamp)
     if sampler_log_prob is None:
         return with_gradient_of(value, ESTIMATES["k2"](x)) if estimator.endswith("+") else value

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from ..spec import TokenLoss, checked
+from typing import Annotated, TypeAlias
+
+from ..spec import Instance, TokenLoss, checked
 from ..statistics import VocabStatistics
+
+WithEntropy: TypeAlias = Annotated[VocabStatistics, Instance(VocabStatistics, ("entropy",))]
 
 
 @checked
@@ -21,11 +25,8 @@ def z_loss(stats: VocabStatistics) -> TokenLoss:
 
 
 @checked
-def entropy_bonus(stats: VocabStatistics) -> TokenLoss:
+def entropy_bonus(stats: WithEntropy) -> TokenLoss:
     """Return -entropy, so that a positive weight rewards entropy.
-
-    Args:
-        stats: `VocabStatistics` with the statistic "entropy".
 
     Examples:
         >>> stats = vocab_statistics(

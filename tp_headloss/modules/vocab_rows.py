@@ -345,6 +345,21 @@ def _like(own, whole: torch.Tensor, shard: VocabShard):
     return distribute_tensor(rows, own.device_mesh, own.placements, src_data_rank=None)
 
 
+def _expect_distinct(ids: torch.Tensor, vocab_size: int):
+    """Raise ValueError for ids outside of the vocabulary, or more than once."""
+    ordered = ids.sort().values
+    is_outside = (ordered < 0) | (ordered >= vocab_size)
+    is_again = torch.zeros_like(is_outside)
+    is_again[1:] = ordered[1:] == ordered[:-1]
+    # of both at once, because it waits for a GPU
+    if not len(wrong := ordered[is_outside | is_again]):
+        return
+    if outside := [i for i in wrong.tolist() if not 0 <= i < vocab_size]:
+        raise ValueError(f"ids must be in [0, {vocab_size}), got {outside[:8]}")
+    again = list(dict.fromkeys(wrong.tolist()))
+    raise ValueError(f"ids must be distinct, got {again[:8]} more than once: torch.unique(ids)")
+
+
 @torch.no_grad()
 @described
 def select_rows(
@@ -363,7 +378,8 @@ def select_rows(
 
     Args:
         weight: [width, ..] this rank's rows, or a DTensor; a bias [width] is such a matrix, too.
-        ids: in [0, V), replicated: id i of the subset is ids[i].
+        ids: in [0, V), distinct, replicated: id i of the subset is ids[i]. A softmax over the
+            subset would count an id that is there twice twice.
         shard: of the weight. None: not sharded, or the DTensor's layout.
         to: of the subset, of V_d ids; by default ``VocabShard.from_group(shard.group, len(ids))``.
 
@@ -372,7 +388,7 @@ def select_rows(
 
     Raises:
         TypeError, ValueError: arguments that do not fit or differ between ranks; ids outside of the
-            vocabulary.
+            vocabulary, or more than once.
 
     Examples:
         >>> weight, ids = torch.tensor([[0.0], [1.0], [2.0], [3.0]]), torch.tensor([3, 1])
@@ -402,8 +418,7 @@ def select_rows(
         if weight.is_meta or ids.is_meta:
             raise ValueError("weight and ids must have values, got tensors on meta")
         ids = ids.to(weight.device, torch.int64)
-        if len(outside := ids[(ids < 0) | (ids >= shard.vocab_size)]):
-            raise ValueError(f"ids must be in [0, {shard.vocab_size}), got {outside.tolist()[:8]}")
+        _expect_distinct(ids, shard.vocab_size)
         agreement.record("select_rows", shard, weight=weight, ids=ids)
     with Agreement(Options(validate="full"), to) as agreement:
         agreement.record("select_rows", to)

@@ -27,11 +27,11 @@ from .lines import Line as Line
 from .lines import Names as Names
 from .lines import NumberLine as NumberLine
 from .lines import OneOf as OneOf
-from .lines import Sizes as Sizes
-from .lines import TensorLine as TensorLine
 from .lines import Text as Text
 from .lines import TupleOf as TupleOf
-from .lines import sizes_of as sizes_of
+from .tensor_line import Sizes as Sizes
+from .tensor_line import TensorLine as TensorLine
+from .tensor_line import sizes_of as sizes_of
 
 FLAG = OneOf((True, False))
 MASK = TensorLine("bool")

@@ -12,8 +12,10 @@ from typing import Annotated, Any, TypeVar, Union
 
 import torch
 
-from .aliases import KEYWORDS, refuse_keywords, synonym
-from .lines import PLAIN, AnyOf, Instance, Line, OneOf, Sizes, TensorLine
+from .aliases import KEYWORDS, synonym
+from .calls import TOO_MANY, arities_of, refuse_call
+from .lines import PLAIN, AnyOf, Instance, Line, OneOf
+from .tensor_line import Sizes, TensorLine
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -75,19 +77,25 @@ def described(function: F) -> F:
     """Decorate a public function whose call checks its arguments itself.
 
     It does so after ranks can tell each other of an error. It gets the lines, its docstring an
-    entry for each argument, an unknown keyword an error that says what to write.
+    entry for each argument, an unknown keyword an error that says what to write, and one that is
+    missing an error that says what it is.
     """
-    names = KEYWORDS[function.__qualname__] = frozenset(inspect.signature(function).parameters)
+    parameters = inspect.signature(function).parameters
+    KEYWORDS[function.__qualname__] = frozenset(parameters)
+    lines = lines_of(function)
+    arities = arities_of(parameters.values())
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        if not torch.compiler.is_compiling() and not kwargs.keys() <= names:
-            refuse_keywords(function, kwargs.keys() - names, False)
+        if not torch.compiler.is_compiling():
+            needed, allowed = arities.get(len(args), TOO_MANY)
+            if not needed <= kwargs.keys() <= allowed:
+                refuse_call(function, arities, lines, args, kwargs)
         return function(*args, **kwargs)
 
     result: Any = call
-    result.lines = lines_of(function)
-    result.names = names
+    result.lines = lines
+    result.arities = arities
     result.__doc__ = _with_arguments(function, result.lines)
     return result
 
@@ -128,7 +136,9 @@ def _checking(function: Any, target: Any, key: str) -> Any:
     parameters = inspect.signature(target).parameters
     names = tuple(parameters)
     others = _keywords_handed_on(parameters.values(), _LINES[key])
-    known = KEYWORDS[function.__qualname__] = frozenset().union(names, *filter(None, others))
+    handed_on = frozenset().union(*filter(None, others))
+    KEYWORDS[function.__qualname__] = handed_on.union(names)
+    arities = arities_of(parameters.values(), handed_on)
 
     @functools.wraps(target)
     def call(*args, **kwargs):
@@ -136,8 +146,10 @@ def _checking(function: Any, target: Any, key: str) -> Any:
         if is_class and torch.compiler.is_compiling():
             return target(*args, **kwargs)
         given: dict[str, Any] = {**dict(zip(names, args)), **kwargs}
-        if not torch.compiler.is_compiling() and not kwargs.keys() <= known:
-            refuse_keywords(function, kwargs.keys() - known, None in others)
+        if not torch.compiler.is_compiling():
+            needed, allowed = arities.get(len(args), TOO_MANY)
+            if not needed <= kwargs.keys() <= allowed:
+                refuse_call(function, arities, _LINES[key], args, kwargs, None in others)
         sizes: Sizes = {}
         for name, line in _LINES[key].items():
             if name not in given:

@@ -2,167 +2,16 @@
 
 import math
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 
 from .aliases import hint
-from .checks import FP32_MAX, expect_dense, is_number
+from .checks import FP32_MAX, is_number
+from .tensor_line import Sizes, TensorLine, check_alike
 from .words import shown, type_name, with_article
-
-# symbol of a shape -> its size, and the name of the argument that set it
-Sizes: TypeAlias = dict[str, tuple[Any, str]]
-
-
-def sizes_of(name: str, x: torch.Tensor, lead: Sequence[int], **others: int) -> Sizes:
-    """Sizes that the tokens [*lead] of a tensor set, its device, and others by their symbols."""
-    known: Sizes = {"..": (tuple(lead), name), "device": (x.device, name)}
-    return known | {symbol: (size, name) for symbol, size in others.items()}
-
-
-DTYPES: dict[str, Callable[[torch.dtype], bool]] = {
-    "floating point": lambda dtype: dtype.is_floating_point,
-    "int64 or int32": lambda dtype: dtype in (torch.int64, torch.int32),
-    "bool": lambda dtype: dtype == torch.bool,
-    "bool or integers": lambda dtype: not dtype.is_floating_point and not dtype.is_complex,
-    "real numbers or bool": lambda dtype: not dtype.is_complex,
-    "real numbers": lambda dtype: not dtype.is_complex and dtype != torch.bool,
-}
-
-CASTS = {"bool": ".bool()", "int64 or int32": ".long()", "real numbers": ".float()"}
-
-
-@dataclass(frozen=True)
-class TensorLine:
-    """A tensor.
-
-    Args:
-        kind: name in `DTYPES`.
-        shape: symbols, set by the first argument with one, and numbers; "..": any dimensions. None:
-            not checked here.
-        broadcasts: sizes of 1, or no dimension at all, will do.
-        sharded: the dimension that is sharded on the vocabulary; None: replicated.
-        constant: it gets no gradient, so that one that requires it is an error.
-        detached: it is a constant to the function, whose call detaches it.
-        hint: of the error for anything but a tensor.
-    """
-
-    kind: str
-    shape: tuple[str | int, ...] | None = ("..",)
-    broadcasts: bool = False
-    sharded: int | None = None
-    constant: bool = False
-    detached: bool = False
-    hint: str = ""
-
-    @property
-    def says(self) -> str:
-        """Words for a table: shape, dtype and sharding, and whether it is detached."""
-        if self.shape is None:
-            shape = "a tensor of "
-        elif self.shape == ():
-            shape = "a scalar tensor of "
-        else:
-            shape = f"[{', '.join(map(str, self.shape))}] "
-        constant = "constant " * self.detached
-        sharded = " sharded on V" * (self.sharded is not None)
-        broadcasts = ", or sizes of 1" * self.broadcasts
-        return f"{constant}{shape}{self.kind}{sharded}{broadcasts}"
-
-    def check(self, name: str, x: Any, sizes: Sizes):
-        """Raise TypeError or ValueError unless x is such a tensor."""
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(
-                f"{name} must be a tensor, got {type(x).__name__}{self._object_hint(x)}"
-            )
-        expect_dense(name, x)
-        if not DTYPES[self.kind](x.dtype):
-            raise TypeError(f"{name} must be {self.kind}, got {x.dtype}{self._dtype_hint(x)}")
-        if self.constant and x.requires_grad:
-            raise ValueError(f"{name} gets no gradient: pass {name}.detach()")
-        if self.shape is not None:
-            self._check_shape(name, x, sizes)
-        # torch takes other scalars of the CPU
-        if x.dim() or x.is_meta or (self.shape and not self.broadcasts):
-            self._check_device(name, x, sizes)
-
-    def _object_hint(self, x) -> str:
-        """Return what to pass in the place of an object that is no tensor."""
-        for part in ("weight", "log_prob"):
-            if hasattr(x, part):
-                return f": pass its .{part}"
-        return self.hint
-
-    def _dtype_hint(self, x) -> str:
-        """Return what to pass in the place of a tensor of another dtype."""
-        if x.dtype == torch.bool and self.kind == "int64 or int32":
-            return ": ids, not a mask (torch.where(mask, labels, -100), or mask.nonzero()[:, 0])"
-        has_cast = self.kind in CASTS and not x.is_complex()
-        return f": pass its {CASTS[self.kind]}" if has_cast else ""
-
-    def _check_device(self, name, x, sizes):
-        """Raise ValueError for another device, or for meta beside values if no shape says more."""
-        if self.shape is not None:
-            _check_alike(name, "device", x.device, sizes)
-        else:
-            kind = "meta" if x.is_meta else "a device with values"
-            _check_alike(name, "kind of device", kind, sizes)
-
-    def _check_shape(self, name, x, sizes):
-        """Raise ValueError unless x has the sizes that are known; note those that it sets."""
-        assert self.shape is not None
-        setters = dict.fromkeys(sizes[symbol][1] for symbol in self.shape if symbol in sizes)
-        tail = self._tail
-        own_lead = tuple(x.shape[: max(x.dim() - len(tail), 0)])
-        own_tail = dict(zip(tail, x.shape[len(own_lead) :]))
-        lead = sizes.setdefault("..", (own_lead, name))[0] if ".." in self.shape else ()
-        known = {symbol: sizes[symbol][0] for symbol in tail if symbol in sizes}
-        numbers = {size: size for size in tail if isinstance(size, int)}
-        values = own_tail | known | numbers
-        expected = (*lead, *(values.get(symbol) for symbol in tail))
-        if not self._fits(x.shape, expected):
-            if self.broadcasts:
-                raise ValueError(
-                    f"{name} must broadcast to the tokens {list(expected)} with as many "
-                    f"dimensions, got {list(x.shape)}: a value per row is [B, 1]"
-                )
-            shape = ", ".join(str(known.get(symbol, symbol)) for symbol in (*lead, *tail))
-            of = " of " * bool(setters) + " and ".join(setters)
-            said = self._shape_hint(x, lead, expected)
-            raise ValueError(f"{name} must have shape [{shape}]{of}, got {list(x.shape)}{said}")
-        for symbol, size in own_tail.items():
-            if isinstance(symbol, str):
-                sizes.setdefault(symbol, (size, name))
-
-    @property
-    def _tail(self) -> tuple[str | int, ...]:
-        """Symbols and numbers of the dimensions after those of the tokens."""
-        return tuple(size for size in self.shape or () if size != "..")
-
-    def _fits(self, shape, expected) -> bool:
-        """Return True for the expected sizes, or, where it broadcasts, sizes of 1 or none."""
-        if self.broadcasts and len(shape) == 0:
-            return True
-        if len(shape) != len(expected):
-            return False
-        return all(n == e or (self.broadcasts and n == 1) for n, e in zip(shape, expected))
-
-    def _shape_hint(self, x, lead, expected) -> str:
-        """Return what to pass in the place of a tensor of another shape, if that is likely."""
-        as_many = x.dim() == len(expected)
-        if self.sharded is not None and as_many and x.shape[self.sharded] > expected[self.sharded]:
-            place = "..., " * (self.sharded == -1)
-            return f": of the whole vocabulary? Pass its [{place}shard.start:shard.stop]"
-        if lead != expected or not lead:
-            return ""
-        sizes = ", ".join(map(str, lead))
-        if x.dim() == 0 or (as_many and all(n in (1, e) for n, e in zip(x.shape, lead))):
-            return f": pass its .expand({sizes})"
-        same = [n for n in x.shape if n != 1] == [n for n in lead if n != 1]
-        is_flat = x.dim() == 1 and len(x) == math.prod(lead)
-        return f": pass its .reshape({sizes})" * (same or is_flat)
 
 
 @dataclass(frozen=True)
@@ -295,14 +144,19 @@ class Instance:
     One that has `tokens_like` must be of the same tokens [..] as other arguments. A class may have
     a `remedy`, for errors about misplaced objects of it, and an `of_tensor`, for a tensor in its
     place.
+
+    Args:
+        fields: those that must not be None, which the object's own `expect` looks at.
     """
 
-    kind: type
+    kind: type[Any]
+    fields: tuple[str, ...] = ()
 
     @property
     def says(self) -> str:
         """Words for a table."""
-        return f"`{self.kind.__name__}`"
+        fields = f" with {' and '.join(self.fields)}" if self.fields else ""
+        return f"`{self.kind.__name__}`{fields}"
 
     def check(self, name: str, value: Any, sizes: Sizes):
         """Raise TypeError unless the value is such an object, ValueError if it has other tokens."""
@@ -311,6 +165,8 @@ class Instance:
             raise TypeError(
                 f"{name} must be {with_article(self.kind.__name__)}, got {type_name(value)}{said}"
             )
+        if self.fields:
+            value.expect(name, self.fields)
         tokens = getattr(value, "tokens_like", None)
         if isinstance(tokens, torch.Tensor):
             known, first = sizes.setdefault("..", (tuple(tokens.shape), name))
@@ -318,7 +174,7 @@ class Instance:
                 raise ValueError(
                     f"{name} must be of tokens {list(known)} like {first}, got {list(tokens.shape)}"
                 )
-            _check_alike(name, "device", tokens.device, sizes)
+            check_alike(name, "device", tokens.device, sizes)
 
 
 @dataclass(frozen=True)
@@ -436,15 +292,3 @@ PLAIN: dict[Any, Line] = {
     str: Text(),
     Callable: Callables(),
 }
-
-
-def _check_alike(name: str, symbol: str, device, sizes: Sizes):
-    """Raise ValueError unless the device, or the kind of it, is that of the first tensor."""
-    expected, first = sizes.setdefault(symbol, (device, name))
-    if device != expected:
-        kind = getattr(device, "type", device)
-        expected_kind = getattr(expected, "type", expected)
-        if kind != expected_kind:  # without numbers of devices: the same on all ranks
-            device = kind
-            expected = expected_kind
-        raise ValueError(f"{name} must be on {expected} like {first}, got {device}")

@@ -24,6 +24,7 @@ from .entropy import EntropyFamily
 from .family import Family, Wanted
 from .family import MaybeNone as MaybeNone
 from .rank import RankFamily
+from .result import MissingStatistics as MissingStatistics
 from .result import VocabStatistics
 from .result import documented_fields as documented_fields
 from .sets import SetsFamily

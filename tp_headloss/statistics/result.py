@@ -11,6 +11,7 @@ import torch
 from .family import MaybeNone
 
 Results = TypeVar("Results", bound=tuple)
+OF_LABELS = {"log_prob", "target_logit", "labels", "valid"}  # statistics that labels bring
 
 
 def documented_fields(results: type[Results]) -> type[Results]:
@@ -20,6 +21,10 @@ def documented_fields(results: type[Results]) -> type[Results]:
     for name, text in re.findall(r"^    (\w+): (.*(?:\n     .*)*)", section, re.M):
         getattr(results, name).__doc__ = " ".join(text.split())
     return results
+
+
+class MissingStatistics(ValueError):
+    """A loss needs statistics that nothing asked for."""
 
 
 @documented_fields
@@ -122,6 +127,19 @@ class VocabStatistics(NamedTuple):
         own = {name: x for name, x in values.items() if name not in self._fields}
         new = self._replace(**{name: x for name, x in values.items() if name not in own})
         return new._replace(registered={**(self.registered or {}), **own}) if own else new
+
+    def expect(self, owner: str, names: tuple[str, ...]):
+        """Raise MissingStatistics, with what to write, if one of these statistics is None."""
+        missing = [name for name in names if getattr(self, name) is None]
+        if not missing:
+            return
+        remedy = f"give want={tuple(missing)}"
+        if {*missing} & OF_LABELS:
+            remedy = "give labels"
+        elif "teacher_mass" in missing:
+            remedy = "give a TopKTeacher, and a statistic of it in want"
+        said = f"{owner} must have the statistics {missing}, got None: {remedy}"
+        raise MissingStatistics(said)
 
     @property
     def tokens_like(self) -> torch.Tensor:

@@ -18,19 +18,20 @@ from . import model_parts
 from .check import InstalledForward
 from .forward import named_arguments
 from .model_facts import (
-    Model,
+    MaybeAdapted,
     call_shard,
     checked_linear,
     deepspeed_facts,
     gathered_head,
     head_operands,
     output_layer,
+    without_wrapper,
 )
 
 
 @checked
 def fuse_head(
-    model: Model,
+    model: MaybeAdapted,
     head_loss: HeadLoss | None = None,
     *,
     linear: Linear | None = None,
@@ -52,7 +53,7 @@ def fuse_head(
     be tied, have a bias, be sharded by FSDP2, too, and belong to a model that is not distributed,
     or to the model of a DeepSpeed engine (`integrations.deepspeed`). The model may see images, if
     its body does (Llava, Qwen2-VL, Gemma 3). The output layer may have PEFT's LoRA, unless it is
-    sharded, or be in its modules_to_save: give ``peft_model.get_base_model()``.
+    sharded, or be in its modules_to_save. Of PEFT's wrapper the model within it gets the head.
 
     With labels the model returns its own output class, whose ``logits`` are None in training.
     Without labels the forward is the model's own, so generate() works; the model's own plan
@@ -81,6 +82,7 @@ def fuse_head(
             transform of the config, or new hook of the output layer than when the head was
             installed.
     """
+    model = without_wrapper(model)
     _expect_own_loss(model)
     return FusedHead(model, head_loss, linear, shard, transform, observe, skip_logits)
 

@@ -4,7 +4,7 @@ logits."""
 from __future__ import annotations
 
 import contextlib
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from ...spec import CheckedBy
 from ..fsdp import unsharded, unwrapped_class
 
 Model: TypeAlias = Annotated[PreTrainedModel, CheckedBy("a model")]
+MaybeAdapted: TypeAlias = Annotated[nn.Module, CheckedBy("a model, or PEFT's wrapper of one")]
 
 
 def deepspeed_facts(layer):
@@ -29,6 +30,12 @@ def deepspeed_facts(layer):
     from .. import deepspeed  # raises ImportError for a version that is not supported
 
     return deepspeed if deepspeed.is_sharded_on_vocabulary(layer) else None
+
+
+def without_wrapper(model) -> Any:
+    """Return the model within PEFT's wrapper of one, or the model itself."""
+    is_adapted = hasattr(model, "get_base_model")
+    return model.get_base_model() if is_adapted else model
 
 
 def output_layer(model) -> nn.Linear:

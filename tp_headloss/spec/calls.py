@@ -1,0 +1,78 @@
+"""Which arguments a call of a public function must have and may have, before each is looked at.
+
+Python's own error for a call without an argument says its name alone. The one here says what the
+argument is, too.
+"""
+
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from .aliases import refuse_keywords
+
+
+class Arity(NamedTuple):
+    """Names of arguments that a call with some number of them by position takes besides."""
+
+    needed: frozenset[str]
+    allowed: frozenset[str]
+
+
+# of more arguments by position than there are: no keywords have a name that is needed
+TOO_MANY = Arity(frozenset({""}), frozenset())
+
+
+def arities_of(parameters: Iterable[inspect.Parameter], more: Iterable[str] = ()) -> dict:
+    """Return the `Arity` of a call by the number of its arguments by position.
+
+    more: names that the function hands on.
+    """
+    parameters = [x for x in parameters if x.kind != x.VAR_KEYWORD]
+    places = [x.name for x in parameters if x.kind == x.POSITIONAL_OR_KEYWORD]
+    required = [x.name for x in parameters if x.default is x.empty]
+    names = {x.name for x in parameters} | {*more}
+    found = {}
+    for count in range(len(places) + 1):
+        filled = {*places[:count]}
+        found[count] = Arity(frozenset(required) - filled, frozenset(names - filled))
+    return found
+
+
+def refuse_call(
+    function: Any,
+    arities: dict[int, Arity],
+    lines: Mapping[str, Any],
+    args: tuple,
+    kwargs: Mapping[str, Any],
+    takes_others: bool = False,
+):
+    """Raise TypeError, with what is expected and what was given, for a call that its `Arity` does
+    not take.
+
+    takes_others: the function hands keywords of any name on.
+    """
+    known = arities[0]
+    refuse_keywords(function, kwargs.keys() - known.allowed, takes_others)
+    most = max(arities)
+    # in the order of the signature
+    names = [x for x in inspect.signature(function).parameters if x in known.allowed]
+    owner = f"{function.__qualname__.removesuffix('.__init__')}()"
+    filled = [name for name in names if name not in arities[min(len(args), most)].allowed]
+    if len(args) > most:
+        rest = [f"{name}=.." for name in names if name not in filled]
+        by_name = f": write {', '.join(rest)} for others" if rest else ""
+        places = ", ".join(_own(filled)) or "no argument"
+        extra = len(args) - most
+        raise TypeError(f"{owner} takes {places} by position, got {extra} more{by_name}")
+    if twice := [name for name in filled if name in kwargs]:
+        raise TypeError(f"{owner} must get {twice[0]} once, got it by position and by name")
+    if missing := arities[len(args)].needed - kwargs.keys():
+        wanted = [f"{name} ({lines[name].says})" for name in names if name in missing]
+        given = [*_own(filled), *kwargs]
+        got = ", ".join(given) or "no arguments"
+        raise TypeError(f"{owner} must have {', '.join(wanted)}, got {got}")
+
+
+def _own(names: list[str]) -> list[str]:
+    """The names without that of the object whose method is called."""
+    return [name for name in names if name not in ("self", "cls")]
