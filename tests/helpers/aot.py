@@ -8,8 +8,8 @@ each kernel's variants those are looked at that together have everything that an
 compiler, see `told`. Triton's language has to understand each of them. The one that tells most
 becomes machine code for every capability, and so do, where there are several of NVIDIA's, those
 with most statistics, for one capability each in turn. (`--whole`: all that are looked at become
-machine code, for one capability each in turn. `--all`: all variants do, for every capability.) Run
-without TRITON_INTERPRET, in a process of its own.
+machine code, for one capability each in turn; with one capability, or for AMD's GPUs, half of them.
+`--all`: all variants do, for every capability.) Run without TRITON_INTERPRET, in a process of its own.
 
 Prints one line per kernel with the most that a variant takes, one per failure, and a total. A
 variant that spills registers, or takes more shared memory than every GPU gives without asking, is a
@@ -716,14 +716,16 @@ def of_kernel(variants: list[Variant], capabilities, how: str):
         return
     chosen = covering(variants)
     largest, most = chosen[0], with_most_statistics(chosen)
+    to_machine_code = len(chosen) if how == "whole" else 1
     if len(capabilities) == 1 or isinstance(capabilities[0], str):
-        most = []  # an older Triton, GPUs of others: registers are counted for the newest
+        # an older Triton, GPUs of others: the half that has most of the values
+        most, to_machine_code = [], -(-to_machine_code // 2)
     yield from (Job(largest, c) for c in served_by(largest, capabilities))
     # architectures differ little for what is Triton's own
-    for variant, turn in zip(chosen[1:], itertools.count()):
+    for number, variant in enumerate(chosen[1:], 1):
         served = served_by(variant, capabilities)
-        whole = how == "whole" or variant in most
-        yield Job(variant, served[turn % len(served)], whole)
+        whole = number < to_machine_code or variant in most
+        yield Job(variant, served[(number - 1) % len(served)], whole)
 
 
 def served_by(variant: Variant, capabilities) -> list:
