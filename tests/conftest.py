@@ -46,6 +46,9 @@ def _seed(request, record_property):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "cuda: needs a GPU; not collected elsewhere")
+    config.addinivalue_line(
+        "markers", "interpreted: of the Triton backend alone, which on CPUs is interpreted"
+    )
     config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton")
 
 
@@ -72,14 +75,15 @@ def pytest_addoption(parser):
 
 
 def redundant(items):
-    """Those of one test's items that repeat what others before them have: of each parameter a value
-    that they have."""
-    seen = set()
-    for item in items:
-        values = set(enumerate(item.callspec._idlist))  # the ids of its parameters
-        if values <= seen:
-            yield item
-        seen |= values
+    """Those of one test's items that repeat what the others have: few of them have each value of
+    each parameter, the one with most that are missing chosen first."""
+    values = [set(enumerate(item.callspec._idlist)) for item in items]  # the ids of its parameters
+    missing, chosen = set().union(*values), set()
+    while missing:
+        most = max(range(len(items)), key=lambda i: len(values[i] & missing))
+        chosen.add(most)
+        missing -= values[most]
+    return [item for i, item in enumerate(items) if i not in chosen]
 
 
 def pytest_collection_finish(session):
@@ -93,7 +97,9 @@ def pytest_collection_modifyitems(config, items):
         interpreted = collections.defaultdict(list)
         for item in items:
             callspec = getattr(item, "callspec", None)
-            if callspec and callspec.params.get("backend") == "triton":
+            if callspec and (
+                callspec.params.get("backend") == "triton" or item.get_closest_marker("interpreted")
+            ):
                 interpreted[item.path, item.originalname].append(item)
         left_out = {item for group in interpreted.values() for item in redundant(group)}
         config.hook.pytest_deselected(items=list(left_out))

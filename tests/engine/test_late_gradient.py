@@ -91,6 +91,7 @@ def record(device, number=1.0, streak=0, patience=0):
     return torch.tensor([bits(number), streak, patience, 0], dtype=torch.int32, device=device)
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize(
     "weighted, width, valid", [(False, 40, 40), (True, 40, 33), (False, 33, 33)]
 )

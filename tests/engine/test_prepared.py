@@ -54,6 +54,7 @@ def assert_equal(one, two):
         assert not isinstance(a, torch.Tensor) or torch.equal(a, b)
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("layout", ["plain", "transposed", "padded", "int32"])
 @pytest.mark.parametrize("denominator", DENOMINATORS)
 @pytest.mark.parametrize("terms", TERMS)

@@ -4,9 +4,12 @@ capabilities; needs no GPU), or for AMD's GPUs by `gfx942 gfx950`.
 The variants are those that the launchers ask for: public functions are called with small CPU
 tensors while a recorder stands in for Triton's launch, and Triton's own specialisation says what is
 compiled for each call. The calls cover every two values of every two axes (`CALLS`, `HEADS`). Of
-each kernel's variants those are compiled that together have everything that any of them tells the
-compiler, see `told`, for one capability each in turn (`--all`: all of them for every one). Run
-without TRITON_INTERPRET, in a process of its own.
+each kernel's variants those are looked at that together have everything that any of them tells the
+compiler, see `told`. Triton's language has to understand each of them. The one that tells most
+becomes machine code for every capability, and so do, where there are several of NVIDIA's, those
+with most statistics, for one capability each in turn. (`--whole`: all that are looked at become
+machine code, for one capability each in turn; with one capability, or for AMD's GPUs, half of them.
+`--all`: all variants do, for every capability.) Run without TRITON_INTERPRET, in a process of its own.
 
 Prints one line per kernel with the most that a variant takes, one per failure, and a total. A
 variant that spills registers, or takes more shared memory than every GPU gives without asking, is a
@@ -29,6 +32,7 @@ import torch
 import torch.distributed as dist
 import triton
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
@@ -191,9 +195,24 @@ class Variant(NamedTuple):
         )
         return 90 if is_early else 0
 
+    @property
+    def source(self) -> ASTSource:
+        return ASTSource(self.kernel, self.signature, self.constants, self.attributes)
+
     def compile(self, architecture: int | str):
-        source = ASTSource(self.kernel, self.signature, self.constants, self.attributes)
-        return triton.compile(source, target=target_of(architecture), options=self.options)
+        target = target_of(architecture)
+        return triton.compile(self.source, target=target, options=self.options)
+
+    def translate(self, architecture: int | str):
+        """From Triton's language, which takes a tenth of the time that machine code takes: what is
+        no Triton is found here."""
+        target, source, context = target_of(architecture), self.source, ir.context()
+        backend = make_backend(target)
+        ir.load_dialects(context)
+        backend.load_dialects(context)
+        options = backend.parse_options(self.options | source.parse_options())
+        functions, modules = backend.get_codegen_implementation(options), backend.get_module_map()
+        source.make_ir(target, options, functions, modules, context)
 
 
 def target_of(architecture: int | str) -> GPUTarget:
@@ -230,12 +249,15 @@ class Recorder:
 
     def __init__(self, architecture):
         self.variants, self.case, self.is_amd = {}, None, isinstance(architecture, str)
-        self.table, self.by_key = NothingCompiled(), {}
+        self.table, self.by_key, self.binders = NothingCompiled(), {}, {}
         self.backend = make_backend(target_of(architecture))
 
     def __call__(self, kernel, *arguments, grid, warmup, **options):
-        bind = create_function_from_signature(kernel.signature, kernel.params, self.backend)
-        bound, specialization, _ = bind(*arguments, **options)
+        if kernel not in self.binders:
+            self.binders[kernel] = create_function_from_signature(
+                kernel.signature, kernel.params, self.backend
+            )
+        bound, specialization, _ = self.binders[kernel](*arguments, **options)
         key, told_apart = (kernel.fn, str(specialization), str(options)), specialization
         # they read their tuple of pointers under a loaded mask, never in wide accesses
         if kernel in (sums_triton.sums_kernel, sums_triton.sums_gradient_kernel):
@@ -659,48 +681,83 @@ def covering(variants: list[Variant]) -> list[Variant]:
     return chosen
 
 
-def to_compile(capabilities, everything: bool):
-    """Pairs of a variant and a capability."""
+class Job(NamedTuple):
+    variant: Variant
+    architecture: int | str
+    whole: bool = True  # to machine code
+
+
+def with_most_statistics(variants: list[Variant]) -> list[Variant]:
+    """The first variant with each list of `MOST`, of the kernels that take more registers for
+    each."""
+    first = {}
+    for variant in variants:
+        wanted = getattr(variant.case, "teacher", ())
+        if variant.name.startswith("kernels.") and wanted in MOST:
+            first.setdefault(wanted, variant)
+    return [*first.values()]
+
+
+def of_gemm(variants: list[Variant], capabilities, how: str):
+    """Jobs of a kernel that takes seconds, and has a tile for each architecture."""
+    for capability in capabilities:
+        served = [variant for variant in variants if variant.case.capability == capability]
+        for number, variant in enumerate(served if how == "all" else covering(served)):
+            yield Job(variant, capability, whole=how != "" or number == 0)
+
+
+def of_kernel(variants: list[Variant], capabilities, how: str):
+    """Jobs of another kernel."""
+    if 90 in capabilities:
+        yield from (Job(variant, 90) for variant in variants if variant.case == PLAIN)
+    if how == "all":
+        every = itertools.product(variants, capabilities)
+        yield from (Job(v, c) for v, c in every if c >= v.oldest)
+        return
+    chosen = covering(variants)
+    largest, most = chosen[0], with_most_statistics(chosen)
+    to_machine_code = len(chosen) if how == "whole" else 1
+    if len(capabilities) == 1 or isinstance(capabilities[0], str):
+        # an older Triton, GPUs of others: the half that has most of the values
+        most, to_machine_code = [], -(-to_machine_code // 2)
+    yield from (Job(largest, c) for c in served_by(largest, capabilities))
+    # architectures differ little for what is Triton's own
+    for number, variant in enumerate(chosen[1:], 1):
+        served = served_by(variant, capabilities)
+        whole = number < to_machine_code or variant in most
+        yield Job(variant, served[(number - 1) % len(served)], whole)
+
+
+def served_by(variant: Variant, capabilities) -> list:
+    """Those of the capabilities that a variant is launched for, or the first that it is."""
+    if isinstance(capabilities[0], str):
+        return capabilities
+    return [c for c in capabilities if c >= variant.oldest] or [variant.oldest]
+
+
+def to_compile(capabilities, how: str):
+    """What is to be done for GPUs of these capabilities; `how` is "all", "whole" or ""."""
     kernels = collections.defaultdict(list)
     for variant in record_variants(capabilities[0]):
         kernels[variant.name].append(variant)
     for name, variants in kernels.items():
-        if name in GEMMS:  # which take seconds each, and have a tile for each architecture
-            served = [variant for variant in variants if variant.case.capability in capabilities]
-            chosen = served if everything else covering(served)
-            yield from (
-                (v, v.case.capability) for v in chosen[: 1 if len(capabilities) == 1 else None]
-            )
-            continue
-        if 90 in capabilities:
-            yield from ((variant, 90) for variant in variants if variant.case == PLAIN)
-        if everything:
-            yield from (
-                (v, c) for v, c in itertools.product(variants, capabilities) if c >= v.oldest
-            )
-            continue
-        chosen = covering(variants)
-        if len(capabilities) == 1 or isinstance(capabilities[0], str):
-            # an older Triton, GPUs of others: the half that has most of the values
-            chosen = chosen[: -(-len(chosen) // 2)]
-        yield from ((chosen[0], c) for c in capabilities[1:])
-        # architectures differ little for what is Triton's own
-        yield from (
-            (v, max(c, v.oldest) if isinstance(c, int) else c)
-            for v, c in zip(chosen, itertools.cycle(capabilities))
-        )
+        yield from (of_gemm if name in GEMMS else of_kernel)(variants, capabilities, how)
 
 
-def main(capabilities, everything: bool):
+def main(capabilities, how: str):
     if isinstance(capabilities[0], str):
         # as where torch is built for AMD's GPUs
         numerics_triton.PTX = triton.language.constexpr(False)
-    if not everything:
+    if how != "all":
         # to look for garbage among millions of small objects takes a fifth of all time
         gc.disable()
-    compiled, failures, taken = 0, [], collections.defaultdict(list)
-    for variant, capability in to_compile(capabilities, everything):
+    translated, compiled, failures, taken = 0, 0, [], collections.defaultdict(list)
+    for variant, capability, whole in to_compile(capabilities, how):
         try:
+            if not whole:
+                variant.translate(capability)
+                translated += 1
+                continue
             kernel = variant.compile(capability)
             resources = Resources.of(kernel)
             architecture = capability if isinstance(capability, str) else f"sm_{capability}"
@@ -723,10 +780,12 @@ def main(capabilities, everything: bool):
             end="",
         )
         print(f"{stack} spilled ({spilling} variants), {code >> 10} KiB of assembly")
-    print(*failures, f"compiled {compiled}, failed {len(failures)}", sep="\n")
+    total = f"compiled {compiled}, translated {translated}, failed {len(failures)}"
+    print(*failures, total, sep="\n")
     return bool(failures)
 
 
 if __name__ == "__main__":
-    architectures = [int(a) if a.isdigit() else a for a in sys.argv[1:] if a != "--all"]
-    sys.exit(main(architectures, "--all" in sys.argv))
+    architectures = [int(a) if a.isdigit() else a for a in sys.argv[1:] if a[0] != "-"]
+    how = [a.removeprefix("--") for a in sys.argv[1:] if a in ("--all", "--whole")]
+    sys.exit(main(architectures, *how or [""]))
