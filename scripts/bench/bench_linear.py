@@ -199,8 +199,8 @@ def with_engine(engine: str):
         epilogue.is_default = given
 
 
-def fp8(problem, exact_logits: bool):
-    head_loss, linear = HeadLoss(), Linear(gradients="fp8", exact_logits=exact_logits)
+def with_defaults(problem, linear: Linear):
+    head_loss = HeadLoss()
     return differentiated(
         problem,
         lambda hidden, weight, labels: (
@@ -263,8 +263,12 @@ def implementations(problem):
         build = lambda m=mode, b=budget, g=main_grad, e=engine: ours(problem, m, b, g, engine=e)  # noqa: E731
         rows.append(Implementation(f"ours, {name}", n, build, budget))
     if problem.hidden.dtype == torch.bfloat16:
-        for name, exact in (("fp8 gradients", False), ("fp8 gradients, exact logits", True)):
-            build = lambda e=exact: fp8(problem, e)  # noqa: E731
+        for name, linear in (
+            ("one sweep, exact logits", Linear("one_sweep", exact_logits=True)),
+            ("fp8 gradients", Linear(gradients="fp8")),
+            ("fp8 gradients, exact logits", Linear(gradients="fp8", exact_logits=True)),
+        ):
+            build = lambda x=linear: with_defaults(problem, x)  # noqa: E731
             rows.append(Implementation(f"ours, {name}", 3, build))
     for peer in PEERS:
         if peer.sharded or problem.shard.world_size == 1:

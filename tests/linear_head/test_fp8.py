@@ -135,13 +135,14 @@ def test_what_is_uniform_is_exact(backend, device):
     assert_close(found[1][H:], exact[1][H:])
 
 
-def test_ids_of_padding_take_no_part(backend, device):
+@pytest.mark.parametrize("terms", ["cross-entropy", "smoothing"])
+def test_ids_of_padding_take_no_part(terms, backend, device):
     hidden, weight, labels = problem(device)
     rows = torch.cat([weight.detach(), torch.full((13, H), math.nan, device=device).bfloat16()])
     shard = VocabShard.from_group(None, vocab_size=V, padded_size=V + 13)
     wide = rows.requires_grad_()
-    _, of_hidden, of_weight = of_problem("cross-entropy", backend, device)
-    _, again, of_rows = gradients("cross-entropy", hidden, wide, labels, backend, FP8, shard=shard)
+    _, of_hidden, of_weight = of_problem(terms, backend, device)
+    _, again, of_rows = gradients(terms, hidden, wide, labels, backend, FP8, shard=shard)
     assert_close(again, of_hidden)
     assert_close(of_rows[:V], of_weight)
     assert (of_rows[V:] == 0).all()
@@ -177,12 +178,13 @@ def test_main_grad_gets_it_in_fp32(backend, device):
         assert_close(owner.main_grad - 1, expected)
 
 
-def test_blocks_have_the_results_of_one_block(backend, device, monkeypatch):
+@pytest.mark.parametrize("terms", ["z-loss", "smoothing"])
+def test_blocks_have_the_results_of_one_block(terms, backend, device, monkeypatch):
     hidden, weight, labels = problem(device)
-    _, *whole = of_problem("z-loss", backend, device)
+    _, *whole = of_problem(terms, backend, device)
     monkeypatch.setattr(sweep, "tokens_that_fit", lambda tokens, each, budget: 32)
     monkeypatch.setattr(sweep, "FEWEST", 0)
-    _, *blocks = gradients("z-loss", hidden, weight, labels, backend, FP8)
+    _, *blocks = gradients(terms, hidden, weight, labels, backend, FP8)
     for a, b in zip(whole, blocks):
         assert_close(b, a)
 

@@ -249,7 +249,7 @@ def test_the_linear_benchmark_takes_what_a_small_model_has_learned(ranks, tmp_pa
     log_p = (found["hidden"].float() @ found["weight"].float().t()).log_softmax(1)
     entropy = float(-(log_p.exp() * log_p).sum(1).mean())
     assert abs(entropy - found["entropy"]) < 0.02 and 4 < entropy < 5.02
-    wanted = ["--implementations", "materialised logits", "ours, *"]
+    wanted = ["--implementations", "three GEMMs", "materialised logits", "ours, *"]
     run_script(
         "scripts/bench/bench_linear.py",
         *("--states", tmp_path / "5.0.pt", "--device", "cpu", "--dtype", "float32", *wanted),
@@ -260,8 +260,13 @@ def test_the_linear_benchmark_takes_what_a_small_model_has_learned(ranks, tmp_pa
     assert len(rows) > 3
     for row in rows:
         assert (row["tokens"], row["hidden"], row["vocab"]) == (2048, 32, 300)
-        assert row["status"] == "ok" and max(row["errors"]) < 1e-5, row
+        assert row["status"] == "ok"
+        if row["implementation"] == "three GEMMs":
+            continue
+        assert max(row["errors"]) < 1e-5, row
         assert max(row["row_errors"].values()) < 1e-4, row
+    run_script("scripts/bench/plot_linear_errors.py", data, "--out", tmp_path / "errors.png")
+    assert (tmp_path / "errors.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_linear_benchmark_marks_what_is_wrong_and_writes_every_row_at_once(

@@ -30,7 +30,6 @@ SHARE = 2.0**-8
 MOST = 260  # large entries of a token with its label: 1 / SHARE + 2, and room for rounding
 NOWHERE = 1 << 30  # column of an entry that is none
 STATISTICS = "lse", "log_prob"  # whose upstream gradients make entries that are p times one number
-UNIFORM = "total"  # whose upstream gradient is one number for all entries
 GRADIENT, OPERAND = torch.float8_e5m2, torch.float8_e4m3fn
 LARGEST_GRADIENT, LARGEST_OPERAND = 57344.0, 448.0
 SMALLEST, LARGEST = 2.0**-100, 2.0**100  # of limits and scales
@@ -94,11 +93,15 @@ def _slope(request: Request, ignored: torch.Tensor):
     return torch.where(ignored, 0.0, slope)
 
 
-def uniform_part(request: Request, merged: torch.Tensor, of_total) -> torch.Tensor:
-    """What each entry of a token has from the sum of its logits (label smoothing) [N] fp32: one
-    number for all ids, which stays out of fp8. of_total: [N], upstream gradients of "total"."""
+def uniform_part(
+    request: Request, merged: torch.Tensor, grads: list[torch.Tensor]
+) -> torch.Tensor | MaybeNone:
+    """What each entry of a token has from statistics whose gradient is one number for all ids
+    (label smoothing's) [N] fp32: it stays out of fp8. grads: their upstream gradients [N]."""
+    if not grads:
+        return None
     ignored = merged[request.layout.merged.index("sum")] == 0
-    return torch.where(ignored, 0.0, of_total * _slope(request, ignored))
+    return torch.where(ignored, 0.0, sum(grads) * _slope(request, ignored))
 
 
 def units_of(request: Request, merged: torch.Tensor, grads: dict) -> Units:

@@ -31,7 +31,7 @@ from ..linear_head.request import LinearRequest, free_share, log_mode
 from ..linear_head.sweeps import Products, Sweep
 from ..linear_head.teacher import map_teacher_tensors, without_logits
 from ..linear_head.valid_tokens import ValidTokens
-from ..statistics import VocabStatistics
+from ..statistics import UNIFORM, VocabStatistics
 from .checks import Call
 from .output import HeadLossOutput, make_output
 from .reduction import CallLoss, reduce_tokens, valid_weight
@@ -159,7 +159,7 @@ class Fp8Sweep(OneSweep):
         if head.linear.mode == "recompute":
             return "mode='recompute' was asked for"
         others = {
-            term.name: term.want for term in call.definition.terms if set(term.want) - {fp8.UNIFORM}
+            term.name: term.want for term in call.definition.terms if set(term.want) - {*UNIFORM}
         }
         if others:
             return f"terms must be of log-probs, lse and total alone, got terms of {others}"

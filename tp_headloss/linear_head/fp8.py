@@ -25,7 +25,6 @@ from ..engine.fp8 import (
     MOST,
     OPERAND,
     STATISTICS,
-    UNIFORM,
     Fp8Gradient,
     LargeEntries,
     operand_scale,
@@ -33,7 +32,7 @@ from ..engine.fp8 import (
     uniform_part,
 )
 from ..engine.request import Request
-from ..statistics import MaybeNone
+from ..statistics import UNIFORM, MaybeNone
 from .blocks import Sizes, refusal, tokens_that_fit
 from .request import LinearRequest, free_share
 from .sweeps import Gradients, Sweep
@@ -89,7 +88,9 @@ class Fp8Products:
         merged, values, *flags = passes.statistics(part)
         given = objective(values, flags, here)
         grads = {name: given[name].contiguous() for name in STATISTICS if name in given}
-        uniform = self._uniform(part, merged, given[UNIFORM], here) if UNIFORM in given else None
+        uniform = uniform_part(part, merged, [given[name] for name in UNIFORM if name in given])
+        if uniform is not None:
+            self._add_uniform(uniform, here)
         units = self.backend.units_of(part, merged, grads)
         n = values.shape[1]
         self.unit[here] = units.unit
@@ -104,18 +105,16 @@ class Fp8Products:
             self.backend.split_gradient(out, part, merged, grads, units)
         return values, flags, out
 
-    def _uniform(self, part: Request, merged, of_total, here: slice) -> torch.Tensor:
-        """The uniform parts [n] of a block, whose sums over tokens are added up."""
-        uniform = uniform_part(part, merged, of_total)
+    def _add_uniform(self, uniform: torch.Tensor, here: slice) -> None:
+        """Prepare what dH and dW have from the uniform parts [n] of a block."""
         if self.wanted.hidden is not None and self.row_sum is None:
             self.row_sum = self.weight.sum(0, dtype=torch.float32)
-        if self.wanted.weight is not None:
-            if self.of_uniform is None:
-                self.of_uniform = torch.zeros(self.depth, device=uniform.device)
-            some = zip(uniform.split(TOKENS), self.hidden[here].split(TOKENS))
-            for of_tokens, hidden in some:
-                self.of_uniform += of_tokens @ hidden.float()
-        return uniform
+        if self.wanted.weight is None:
+            return
+        if self.of_uniform is None:
+            self.of_uniform = torch.zeros(self.depth, device=uniform.device)
+        for part, hidden in zip(uniform.split(TOKENS), self.hidden[here].split(TOKENS)):
+            self.of_uniform += part @ hidden.float()
 
     def multiply(self, out: torch.Tensor, gradient: Fp8Gradient) -> None:
         """out [n, H] = dH of a block."""
