@@ -596,7 +596,7 @@ GROUPS = {
         ("linear_head/fp8.py", "Fp8Products.gradient", "self.unit[here] = units.unit", "pass"),
         ("linear_head/fp8.py", "Fp8Products._multiply_columns", "part.add_(product) if adds else part.copy_(product)", "part.copy_(product)"),
         ("linear_head/fp8.py", "obstacle", "head.request.facts.softcap", "False"),
-        ("head_loss/linear_ways.py", "Fp8Sweep.obstacle", "others = {term.name: term.want for term in call.definition.terms if term.want}", "others = {}"),
+        ("head_loss/linear_ways.py", "Fp8Sweep.obstacle", "others = {term.name: term.want for term in call.definition.terms if set(term.want) - {*UNIFORM}}", "others = {}"),
     ],
     "test_epilogue": [
         ("engine/gemm_triton.py", "_store_packet", "tl.where(inside < chunk.size, v, least)", "v"),
