@@ -71,10 +71,10 @@ class Linear:
         gradients: None (default): products of dH and dW in the operands' dtype. "fp8"
             (experimental; one sweep alone): the few large entries of each token's
             gradient and its label's exactly, all others in fp8, whose products are twice as fast.
-            dH and the rows of dW of labels have about the errors of bfloat16 products; rows of ids
-            that are no label have random errors of some per cent of their own, small gradients. For
-            bfloat16 operands without a bias, hidden sizes of multiples of 16, terms of log-probs
-            and lse alone, no softcap, and GPUs of compute capability 8.9 or more (CPUs compute the
+            dH and dW as a whole have about the errors of bfloat16 products; rows of dW without a
+            large entry have random errors of some per cent of their own, small gradients. For
+            bfloat16 operands without a bias, hidden sizes of multiples of 16, terms of log-probs,
+            lse and total alone, no softcap, and GPUs of compute capability 8.9 or more (CPUs compute the
             same, slowly); ValueError elsewhere. Beside a block, each logit takes a byte, and each
             element of the weight.
 

@@ -26,7 +26,7 @@ another:
         out (+)= x * factor, a scalar tensor
     units_of(request, merged, grads)
     split_gradient(out, request, merged, grads, units)
-    turn_to_fp8(out, x, factors, first)
+    turn_to_fp8(out, x, factors, first, seed)
     finish_hidden(out, product, gradient, weight, row_sum)
     add_to_weight(out, large, hidden)
         the gradient of logits for products in fp8, and what these lack, see `fp8`

@@ -13,7 +13,9 @@ is a hash of the column, the label and the token's statistics. So a token's byte
 logits alone: they are the same on any number of ranks, in any batch, and each time.
 
 Weight and hidden states become e4m3, with one power of two for all, and are rounded in the same
-way: a mean that many rows share would move with all of them.
+way: a mean that many rows share would move with all of them. All tokens of a call meet the same
+rounded weight; what is random there is a hash of the call's labels, too, so that the next batch
+meets another one, and errors do not add up over steps.
 """
 
 from __future__ import annotations
@@ -157,11 +159,20 @@ def dithered_gradient(x: torch.Tensor, seeds: torch.Tensor, start: int) -> torch
     return (half & -1 << ROUNDED).view(torch.float16).to(GRADIENT)
 
 
-def dithered_operand(x: torch.Tensor, first: int) -> torch.Tensor:
+def seed_of_call(labels: torch.Tensor) -> torch.Tensor:
+    """A number [] int32 of the labels [N] of a call, the same on all ranks."""
+    places = torch.arange(1, labels.shape[0] + 1, device=labels.device)
+    return ((labels * places).sum() << 32 >> 32).to(torch.int32)
+
+
+def dithered_operand(x: torch.Tensor, first: int, seed: torch.Tensor) -> torch.Tensor:
     """fp32 numbers [rows, width] with the bits that e4m3 keeps, each rounded towards 0 or away from
-    it, away as often as the part that is rounded away says. first: number of the first row."""
+    it, away as often as the part that is rounded away says.
+
+    first: number of the first row. seed: [], of all.
+    """
     rows, columns = (torch.arange(size, device=x.device) for size in x.shape)
-    seeds = ((first + rows) * ROWS_APART & BITS)[:, None] + columns
+    seeds = ((first + rows) * ROWS_APART & BITS)[:, None] + columns + seed
     noise = _mixed(seeds) >> 32 - ROUNDED_OPERAND
     kept = x.contiguous().view(torch.int32) + noise.to(torch.int32) & -1 << ROUNDED_OPERAND
     return torch.where(x.isnan(), x, kept.view(torch.float32))

@@ -33,13 +33,13 @@ def split(out: Fp8Gradient, gradient: torch.Tensor, units: Units, start: int):
     out.large.counts.copy_(is_large.sum(1))
 
 
-def turn_to_fp8(out: torch.Tensor, x: torch.Tensor, factors: torch.Tensor, first: int):
+def turn_to_fp8(out, x, factors: torch.Tensor, first: int, seed: torch.Tensor):
     """Write x [R, C] times factors [R] or [] into out [C, at least R], e4m3, with 0 beyond.
 
-    first: number of the first row, for `dithered`.
+    first, seed: for `dithered_operand`.
     """
     factors = factors[:, None] if factors.dim() else factors
-    rounded = dithered_operand(x.float() * factors, first)
+    rounded = dithered_operand(x.float() * factors, first, seed)
     out.zero_()
     out[:, : x.shape[0]] = rounded.clamp(-LARGEST_OPERAND, LARGEST_OPERAND).to(OPERAND).t()
 

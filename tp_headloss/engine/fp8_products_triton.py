@@ -37,6 +37,7 @@ def turn_to_fp8_kernel(
     x_column,
     factors_ptr,  # [R] or [] fp32
     first,  # number of the first row
+    seed_ptr,  # [] int32
     n_rows,
     n_columns,
     ROWWISE: tl.constexpr,
@@ -58,6 +59,7 @@ def turn_to_fp8_kernel(
     else:
         factor = tl.load(factors_ptr)
     seeds = (row + first).to(tl.uint32) * APART + column.to(tl.uint32)
+    seeds += tl.load(seed_ptr).to(tl.uint32, bitcast=True)
     x = tl.clamp(_dithered(x * factor, seeds), -MOST_OF_OPERAND, MOST_OF_OPERAND)
     turned = tl.trans(x.to(out_ptr.dtype.element_ty))
     row = i + tl.arange(0, ROWS)[None, :]
@@ -146,7 +148,7 @@ def add_to_weight_kernel(
         tl.store(out_ptr + at, sums.to(out_ptr.dtype.element_ty), mask=here)
 
 
-def turn_to_fp8(out: torch.Tensor, x: torch.Tensor, factors: torch.Tensor, first: int):
+def turn_to_fp8(out, x, factors: torch.Tensor, first: int, seed: torch.Tensor):
     """Write x [R, C] times factors [R] or [] into out [C, at least R], e4m3, with 0 beyond."""
     (n_columns, n_rows), rowwise = out.shape, factors.dim() == 1
     if n_rows == 0:
@@ -165,6 +167,7 @@ def turn_to_fp8(out: torch.Tensor, x: torch.Tensor, factors: torch.Tensor, first
         *x.stride(),
         factors,
         first,
+        seed,
         *x.shape,
         rowwise,
     )

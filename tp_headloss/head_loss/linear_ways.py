@@ -163,7 +163,7 @@ class Fp8Sweep(OneSweep):
         }
         if others:
             return f"terms must be of log-probs, lse and total alone, got terms of {others}"
-        return _obstacle_to_one_sweep(call, head) or fp8.obstacle(head)
+        return fp8.obstacle(head) or _obstacle_to_one_sweep(call, head)
 
     @classmethod
     def of_kind(cls, call, head):
@@ -188,7 +188,7 @@ def linear_way_of(call: Call, head: LinearRequest) -> LinearWay:
         if kind is OneSweep and torch.is_grad_enabled():
             _refuse_what_one_sweep_alone_has(head.linear, obstacle)
         if kind is Fp8Sweep and head.linear.gradients == "fp8" and torch.is_grad_enabled():
-            raise ValueError(f"gradients='fp8' is not possible: {obstacle}; leave it out")
+            raise ValueError(f"gradients='fp8' is not possible: {obstacle}; leave gradients out")
     raise AssertionError("blocks serve every call")
 
 
@@ -274,7 +274,7 @@ def _obstacle_of_terms(call: Call) -> str | None:
         return f"the terms {undeclared} are not declared tokenwise"
     own = [term.name for term in terms if term.token_weight is not None]
     if own and call.denominator is None and reduction == "mean":
-        return f"the terms {own} have denominators of their own, and the caller gave none"
+        return f"the terms {own} have denominators of their own: pass denominator"
     return None
 
 

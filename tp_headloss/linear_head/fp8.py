@@ -29,6 +29,7 @@ from ..engine.fp8 import (
     LargeEntries,
     operand_scale,
     padded,
+    seed_of_call,
     uniform_part,
 )
 from ..engine.request import Request
@@ -65,6 +66,7 @@ class Fp8Products:
         self.width, self.depth = weight.shape
         self.large = LargeEntries.none(n, hidden.device)
         self.unit = torch.ones(n, device=hidden.device)
+        self.seed = seed_of_call(request.tensors.labels)
         # of a block, of all tokens, and of the weight; None where nothing needs it
         self.rows: torch.Tensor | MaybeNone = None
         self.columns: torch.Tensor | MaybeNone = None
@@ -77,7 +79,7 @@ class Fp8Products:
             self.rows = hidden.new_empty((min(sweep.tokens, n), width), dtype=GRADIENT)
             scale = operand_scale(_largest(self.weight))
             self.turned_weight = hidden.new_empty((self.depth, width), dtype=OPERAND)
-            self.backend.turn_to_fp8(self.turned_weight, self.weight, scale, facts.start)
+            self.backend.turn_to_fp8(self.turned_weight, self.weight, scale, facts.start, self.seed)
             self.of_weight = 1.0 / scale
         if wanted.weight is not None:
             self.columns = hidden.new_empty((width, padded(n)), dtype=GRADIENT)
@@ -136,7 +138,7 @@ class Fp8Products:
         scale = operand_scale(_largest(self.unit * _largest(self.hidden, 1)))
         shape = self.depth, self.columns.shape[1]
         hidden = self.hidden.new_empty(shape, dtype=OPERAND)
-        self.backend.turn_to_fp8(hidden, self.hidden, self.unit * scale, 0)
+        self.backend.turn_to_fp8(hidden, self.hidden, self.unit * scale, 0, self.seed)
         of_hidden, dtype = 1.0 / scale, out.dtype
         if len(self.columns) == self.width and not adds:
             _product(self.columns, hidden, of_hidden, dtype, out)
@@ -218,9 +220,9 @@ def obstacle(head: LinearRequest) -> str | None:
     if head.request.facts.softcap:
         return "with a softcap the label's entry may be smaller than what is rounded"
     if tensors.bias is not None:
-        return "a bias has no such gradient"
+        return "the gradient of a bias is not made from parts in fp8"
     if tensors.column_weight is not None:
-        return "class weights with label smoothing are no part that all entries have alike"
+        return "class weights with label smoothing: only what all ids have alike stays out of fp8"
     if head.request.teacher_head.teacher_hidden is not None:
         return "a teacher's gradient is not of this form"
     if hidden.is_cuda and compute_capability(hidden.device) < CAPABILITY:
