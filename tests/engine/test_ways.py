@@ -44,7 +44,7 @@ SERVED = {
     "prepared": OF_STATISTICS,
     "one sweep": CASES.keys() - {"own PyTorch", "a loss per token", "class weights"},
     "epilogues": CASES.keys(),
-    "fp8 sweep": OF_STATISTICS | {"own arithmetic", "a temperature per token"},
+    "fp8 sweep": OF_STATISTICS | {"own arithmetic", "a temperature per token", "label smoothing"},
 }
 
 

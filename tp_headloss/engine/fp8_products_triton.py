@@ -9,7 +9,7 @@ from .fp8 import LARGEST_OPERAND, MOST, ROUNDED_OPERAND, ROWS_APART, Fp8Gradient
 from .fp8_triton import mixed
 from .launch import (
     FP8_ENTRIES,
-    FP8_PROGRAMS,
+    FP8_FEW,
     FP8_ROW,
     FP8_TURN,
     ceil_div,
@@ -116,7 +116,8 @@ def add_to_weight_kernel(
     starts_ptr,  # [V + 1] int64, of an id's entries among all
     places_ptr,  # [E] int64, where the entries are, by ids and then tokens
     gradients_ptr,  # [E] fp32 in those places
-    count_ptr,  # [] int64: ids that have any
+    first_ptr,  # [] int64, of some of the ids
+    last_ptr,  # [] int64, behind them
     hidden_ptr,  # [T, H]
     hidden_row,
     hidden_column,
@@ -130,8 +131,8 @@ def add_to_weight_kernel(
     blocks = tl.cdiv(n_columns, BLOCK)
     column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     here = column < n_columns
-    count = tl.load(count_ptr)
-    for i in range(tl.program_id(0) // blocks, count, tl.num_programs(0) // blocks):
+    first_id = tl.load(first_ptr) + tl.program_id(0) // blocks
+    for i in range(first_id, tl.load(last_ptr), tl.num_programs(0) // blocks):
         row = tl.load(ids_ptr + i)
         begin, end = tl.load(starts_ptr + row), tl.load(starts_ptr + row + 1)
         at = row * out_row + column
@@ -207,20 +208,25 @@ def add_to_weight(out, large: LargeEntries, hidden):
         columns, torch.arange(width + 1, dtype=torch.int32, device=out.device)
     )
     entries, ids = starts.diff().to(torch.int32).sort(descending=True)
-    blocks = ceil_div(hidden.shape[1], FP8_ENTRIES.block[1])
-    launch(
-        add_to_weight_kernel,
-        FP8_PROGRAMS * blocks,
-        (out.device, out.stride(), hidden.stride(), *map(pointer_key, (out, hidden))),
-        FP8_ENTRIES,
-        out,
-        out.stride(0),
-        ids,
-        starts,
-        places,
-        large.gradients,
-        (entries > 0).sum(),
-        hidden,
-        *hidden.stride(),
-        hidden.shape[1],
-    )
+    many, some = (entries > FP8_FEW).sum(), (entries > 0).sum()
+    nothing = torch.zeros_like(many)
+    # of ids that have many entries, and of those that have few
+    for first, last, (how, programs) in zip((nothing, many), (many, some), FP8_ENTRIES):
+        blocks = ceil_div(hidden.shape[1], how.block[1])
+        launch(
+            add_to_weight_kernel,
+            programs * blocks,
+            (out.device, out.stride(), hidden.stride(), *map(pointer_key, (out, hidden))),
+            how,
+            out,
+            out.stride(0),
+            ids,
+            starts,
+            places,
+            large.gradients,
+            first,
+            last,
+            hidden,
+            *hidden.stride(),
+            hidden.shape[1],
+        )
