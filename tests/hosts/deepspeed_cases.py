@@ -11,6 +11,7 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 
 import deepspeed
 import torch
+import torch._inductor.compile_fx  # once: DeepSpeed imports it in each rank, for 3 s
 import torch.distributed as dist
 import transformers
 from cases import compared, fails_cleanly_at_every_step, main, refused, relative_errors, worst

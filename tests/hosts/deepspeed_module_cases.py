@@ -10,6 +10,7 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 
 import deepspeed
 import torch
+import torch._inductor.compile_fx  # once: DeepSpeed imports it in each rank, for 3 s
 import torch.distributed as dist
 from cases import main, relative_errors
 from deepspeed.utils import logger

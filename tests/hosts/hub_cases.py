@@ -78,10 +78,11 @@ def versions_side_by_side(group):
         shard = package.VocabShard.from_group(group, VOCAB)
         found = step(package, part, labels, shard=shard)
         same.append(torch.allclose(found, expected[..., rank * half : (rank + 1) * half]))
-        head = package.HeadLoss()
-        compiled = torch.compile(lambda x, head=head: head(x, labels).loss, backend="aot_eager")
-        same.append(torch.equal(compiled(logits), head(logits, labels).loss))
-        torch.compiler.reset()
+        if rank == 0:  # alone, as the logits are whole: it takes seconds
+            head = package.HeadLoss()
+            compiled = torch.compile(lambda x, head=head: head(x, labels).loss, backend="aot_eager")
+            same.append(torch.equal(compiled(logits), head(logits, labels).loss))
+            torch.compiler.reset()
     names = {package.__name__ for package in packages}
     return {"different": same.count(False), "packages": len(names)}
 

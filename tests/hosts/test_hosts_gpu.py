@@ -1,6 +1,6 @@
 """The scripts of scripts/hosts_gpu on CPUs, with a tiny model: the host's own head and ours have
-one loss curve, and what they write becomes a table and a picture. Two hosts; all with
-TP_HEADLOSS_FULL."""
+one loss curve, and what they write becomes a table and a picture. Two hosts; all, and with torchrun
+itself, with TP_HEADLOSS_FULL."""
 
 import json
 import os
@@ -46,11 +46,9 @@ def test_a_host_learns_the_same_with_its_own_head_and_with_ours(results, name):
     host, script, ranks, *ways = SCRIPTS[name]
     if not python_of(host).exists():
         pytest.skip(f"no .hosts/{host}: bash scripts/hosts.sh {host}")
-    start = (
-        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        if ranks == 2
-        else []
-    )
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    start = torchrun if FULL else [ROOT / "tests/helpers/forked.py"]
+    start = [*start, str(ranks)] if ranks > 1 else []
     call = [
         f"{FOLDER}/{script}.py",
         "--tiny",

@@ -6,13 +6,14 @@ import pytest
 from cases import FULL, result, results
 
 OLDER, TRANSFORMERS, TORCHTITAN = "transformers-5.17.0", "transformers-5.24.0", "torchtitan-0.3.0"
-# (host, ranks) -> cases; the Trainer of the older one refuses FSDP beside tensor parallelism
+# (host, ranks) -> cases
 GRADIENTS = {
-    (OLDER, 2): {"fused", "fused-tied", "loss_function"},
     (TRANSFORMERS, 2): {"fused", "fused-tied", "loss_function", "PEFT", "SFT", "KTO", "RLOO"},
     (TRANSFORMERS, 4): {"fused", "fused-tied", "loss_function", "evaluated", "DPO", "GRPO"},
 }
 if FULL:
+    # whose Trainer refuses FSDP beside tensor parallelism
+    GRADIENTS[OLDER, 2] = {"fused", "fused-tied", "loss_function"}
     GRADIENTS[TRANSFORMERS, 2] |= {"DPO", "GRPO"}
     GRADIENTS[TRANSFORMERS, 4] |= {"SFT"}
 PRESETS = [f"preset {name}" for name in ("GRPO", "DAPO", "DrGRPO", "GSPO", "CISPO")]

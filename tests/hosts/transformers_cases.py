@@ -623,7 +623,7 @@ def loops(group):
 def failures(group):
     """An exception at any step of an installation leaves the model as it was."""
     _, model = models("plain", config_of())
-    assert fails_cleanly_at_every_step(lambda: fuse_head(model), model) > 50
+    assert fails_cleanly_at_every_step(lambda: fuse_head(model), model) > 30
     return {}
 
 

@@ -203,9 +203,9 @@ def failures(group):
     """An exception at any step of an installation leaves the model as it was, TRL's own head in it
     or not."""
     _, model = models("trl-plain", config_of())
-    assert fails_cleanly_at_every_step(lambda: fuse_log_probs(model), model) > 50
+    assert fails_cleanly_at_every_step(lambda: fuse_log_probs(model), model) > 30
     add_fused_lm_head(model)
-    assert fails_cleanly_at_every_step(lambda: fuse_log_probs(model), model) > 50
+    assert fails_cleanly_at_every_step(lambda: fuse_log_probs(model), model) > 30
     return {}
 
 
