@@ -563,7 +563,7 @@ GROUPS = {
         ("engine/fp8.py", "dithered_gradient", "noise.to(torch.int16)", "(1 << ROUNDED - 1)"),
         ("engine/fp8.py", "dithered_gradient", "start % 4 + torch.arange(x.shape[1], device=x.device)", "torch.arange(x.shape[1], device=x.device)"),
         ("engine/fp8.py", "dithered_operand", "noise.to(torch.int32)", "(1 << ROUNDED_OPERAND - 1)"),
-        ("engine/fp8_eager.py", "turn_to_fp8", "dithered_operand(x.float() * factors, first)", "x.float() * factors"),
+        ("engine/fp8_eager.py", "turn_to_fp8", "dithered_operand(x.float() * factors, first, seed)", "x.float() * factors"),
         ("engine/fp8_triton.py", "_in_units", "tl.where(has_entries, entry, 0.0)", "entry"),
         ("engine/fp8_triton.py", "_in_units", "tl.where(lane < n_rows, tl.load(units.power + token), float('-inf'))", "tl.load(units.power + token)"),
         ("engine/fp8_triton.py", "_noise", "noise >> 8 * SKIPPED | more << 32 - 8 * SKIPPED", "noise"),
