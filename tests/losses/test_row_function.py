@@ -157,6 +157,8 @@ def test_the_source_has_the_values_and_derivatives_of_the_terms(name, tmp_path):
         lambda stats: stats.lse + torch.rand_like(stats.lse),
         lambda stats: stats.lse.double(),
         lambda stats: stats.target_logit + 1,
+        lambda stats: stats.lse + (stats.lse > 1) / 2,
+        lambda stats: stats.lse + (stats.lse > 1) * 2,
         lambda stats: stats.lse.cumsum(0),
         lambda stats: stats.lse.sort().values,
         lambda stats: torch.stack([stats.lse, stats.log_prob]).unbind(0)[1],
