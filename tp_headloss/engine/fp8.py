@@ -98,8 +98,8 @@ def _slope(request: Request, ignored: torch.Tensor):
 def uniform_part(
     request: Request, merged: torch.Tensor, grads: list[torch.Tensor]
 ) -> torch.Tensor | MaybeNone:
-    """What each entry of a token has from statistics whose gradient is one number for all ids
-    (label smoothing's) [N] fp32: it stays out of fp8. grads: their upstream gradients [N]."""
+    """Return what each entry of a token has from statistics whose gradient is one number for all
+    ids (label smoothing's) [N] fp32: it stays out of fp8. grads: their upstream gradients [N]."""
     if not grads:
         return None
     ignored = merged[request.layout.merged.index("sum")] == 0
@@ -129,8 +129,8 @@ def units_of(request: Request, merged: torch.Tensor, grads: dict) -> Units:
 
 
 def _seeds(labels, shift, whole, start: int) -> torch.Tensor:
-    """Numbers of tokens [N] int32 that are the same for equal labels and statistics, but for the
-    columns before the shard."""
+    """Numbers of tokens [N] int32, the same for equal labels and statistics, from which a shard
+    counts hashes of four columns: each column of the vocabulary has the same one in any shard."""
     parts = labels, *[x.contiguous().view(torch.int32) for x in (shift, whole)]
     found = torch.zeros_like(labels, dtype=torch.int64)
     for part in parts:

@@ -52,8 +52,8 @@ def _dense(large: LargeEntries, width: int) -> torch.Tensor:
 
 
 def finish_hidden(out, product, gradient: Fp8Gradient, weight, row_sum):
-    """out [n, H] = product [n, H] times units [n] + large entries @ weight + uniform parts [n] times
-    row_sum [H], the sum of the weight's rows, where there are such parts."""
+    """out [n, H] = product [n, H] times units [n] + large entries @ weight, and uniform parts [n]
+    times row_sum [H], the sum of the weight's rows, where a token has them."""
     exact = _dense(gradient.large, weight.shape[0]) @ weight.float()
     if gradient.uniform is not None:
         exact += gradient.uniform[:, None] * row_sum

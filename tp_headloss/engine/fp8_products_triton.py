@@ -175,12 +175,11 @@ def turn_to_fp8(out, x, factors: torch.Tensor, first: int, seed: torch.Tensor):
 
 
 def finish_hidden(out, product, gradient: Fp8Gradient, weight, row_sum):
-    """out [n, H] = product [n, H] times units [n] + large entries @ weight + uniform parts [n] times
-    row_sum [H], the sum of the weight's rows, where there are such parts."""
+    """Write dH, see `fp8_eager.finish_hidden`."""
     n_rows, n_columns = out.shape
     if n_rows == 0:
         return
-    keys = *weight.stride(), n_columns, gradient.uniform is None
+    keys = *weight.stride(), n_columns
     launch(
         finish_hidden_kernel,
         n_rows * ceil_div(n_columns, FP8_ROW.block[1]),
@@ -190,7 +189,7 @@ def finish_hidden(out, product, gradient: Fp8Gradient, weight, row_sum):
         product,
         gradient.unit,
         gradient.uniform,
-        None if gradient.uniform is None else row_sum,
+        row_sum,
         gradient.large,
         weight,
         *weight.stride(),

@@ -41,8 +41,8 @@ from .sweeps import Gradients, Sweep
 CAPABILITY = 8, 9  # of GPUs that multiply in fp8
 IDS = 1 << 14  # of a part of dW where it cannot be written in its place
 TOKENS = 1 << 10  # whose hidden states are fp32 at a time
-# bytes of a token's large entries, and while those of all tokens are ordered
-LISTS, ORDERED = 8 * MOST, 24 * MOST
+# bytes of a token's large entries, and while those of all tokens are ordered; of an id, meanwhile
+LISTS, ORDERED, IDS_ORDERED = 8 * MOST, 24 * MOST, 48
 FEWEST = 2048  # tokens of a block, whatever a default budget is
 
 
@@ -174,7 +174,8 @@ def _parts(sizes: Sizes) -> tuple[int, int, int, int]:
     each token, and of what comes and goes: dH of a token before its list is added, and for dW."""
     width = padded(sizes.width)
     kept = padded(sizes.tokens) * (width + LISTS) + width * sizes.hidden
-    for_weight = padded(sizes.tokens) * (sizes.hidden + ORDERED)
+    for_weight = padded(sizes.tokens) * (sizes.hidden + ORDERED) + width * IDS_ORDERED
+    for_weight = max(for_weight, min(TOKENS, sizes.tokens) * 4 * sizes.hidden)
     return kept, sizes.row(sizes.width) + width, 2 * sizes.hidden, for_weight
 
 

@@ -55,7 +55,8 @@ FULL_TEACHER = (*TeacherFamily.statistics, *DivergenceFamily.statistics)
 TOPK_TEACHER = TopKFamily.statistics  # statistics that need a `TopKTeacher`
 OVER_SETS = SetsFamily.statistics  # statistics that need `IdSets`
 AT_IDS = AtIdsFamily.statistics  # statistics that need ids
-UNIFORM = TotalFamily.uniform  # statistics whose gradient is one number for all columns
+# statistics whose gradient is one number for all columns, without column weights
+UNIFORM = TotalFamily.statistics
 
 
 def known_statistics() -> tuple[str, ...]:

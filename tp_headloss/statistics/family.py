@@ -118,8 +118,6 @@ class Family:
     adds_up = True
     # those of its statistics that the kernel of `engine/one_read` has
     in_one_read: tuple[str, ...] = ()
-    # those whose gradient is one number for all columns, without column weights
-    uniform: tuple[str, ...] = ()
     # the list of ids, a field of `records_triton.Lists`, at which the gradient is another one than
     # at other columns, and which the second exchange reads; None: both read all columns alike
     id_list: str | None = None

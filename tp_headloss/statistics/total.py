@@ -15,7 +15,7 @@ from .family import Family, Joined, Softmax, Tile, row_sum
 class TotalFamily(Family):
     statistics = gradients = ("total",)
     packet = values = ("total", "mass")
-    in_one_read = uniform = ("total",)
+    in_one_read = ("total",)
 
     def local(self, tile: Tile, softmax: Softmax, rows) -> dict[str, torch.Tensor]:
         z = tile.z
