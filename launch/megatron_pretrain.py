@@ -11,6 +11,7 @@ Each of --losses trains a model from the same weights on the same batches (one t
   logits         ours in the place of the loss; logits-inplace: its gradient overwrites the logits
   head           ours in the place of output layer and loss: no logits, which are made again for the backward
   head-one-sweep the same, gradients in the forward, because the loss mask is known there
+  head-fp8       the same, products of gradients in fp8 (bf16 weights, so GPUs alone)
 """
 
 import argparse
@@ -39,7 +40,8 @@ from megatron_model import model_of
 from options import check_multiple, parser_of, positive_float, positive_int
 from record import refuse_older_run
 
-LOSSES = ("stock", "stock-fused", "stock-te", "logits", "logits-inplace", "head", "head-one-sweep")
+LOSSES = ("stock", "stock-fused", "logits", "logits-inplace", "head", "head-one-sweep")
+OPTIONAL = ("stock-te", "head-fp8")
 
 
 def parse(given: list[str] | None = None) -> argparse.Namespace:
@@ -47,12 +49,7 @@ def parse(given: list[str] | None = None) -> argparse.Namespace:
         __doc__, tp=2, layers=2, heads=4, length=128, accumulate=1, steps=20, lr=1e-3, seed=0
     )
     add = parser.add_argument
-    add(
-        "--losses",
-        nargs="+",
-        choices=LOSSES,
-        default=[loss for loss in LOSSES if loss != "stock-te"],
-    )
+    add("--losses", nargs="+", choices=LOSSES + OPTIONAL, default=LOSSES)
     add(
         "--cuda-graph", nargs="+", choices=megatron_graphs.GRAPHS, default=["none"],
         help="graphs of each layer, or of all but the optimizer; each loss is trained once for each (0.19, GPUs)",
@@ -194,7 +191,9 @@ def train(args, loss: str, graph: str, ranks, batch) -> dict:
         options = Options(inplace=loss == "logits-inplace")
         fused, linear = loss.startswith("head"), Linear()
         if fused:
-            linear = Linear("one_sweep" if loss == "head-one-sweep" else "recompute", budget)
+            mode = "recompute" if loss == "head" else "one_sweep"
+            gradients = "fp8" if loss == "head-fp8" else None
+            linear = Linear(mode, budget, gradients=gradients)
         install(model, MegatronHead(ignore_index=-100, linear=linear, options=options), fused=fused)
     # Clipping by norm needs CUDA's kernels there.
     settings = {

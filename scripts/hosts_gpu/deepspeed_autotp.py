@@ -13,15 +13,17 @@ import deepspeed
 import llama
 import torch
 from deepspeed.utils import logger
-from measure import OURS, Run, Train, main
+from measure import FP8, OURS, Run, Train, main
 
+from tp_headloss import Linear
 from tp_headloss.integrations.transformers import fuse_head
 
 logger.setLevel("ERROR")
 sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # of CPUs, which compiles C++
 
 
-def build(run: Run, vocab_parallel: bool, fused: bool) -> Train:
+def build(run: Run, vocab_parallel: bool = False, linear: Linear | None = None) -> Train:
+    """linear: of our head, or None for the host's own."""
     model = llama.unsharded(run)
     config = {
         "train_micro_batch_size_per_gpu": run.shape.batch, "bf16": {"enabled": run.dtype == torch.bfloat16},
@@ -30,8 +32,8 @@ def build(run: Run, vocab_parallel: bool, fused: bool) -> Train:
     }  # fmt: skip
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0)
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
-    if fused:
-        fuse_head(engine.module)
+    if linear is not None:
+        fuse_head(engine.module, linear=linear)
 
     def train(rows, steps, meter):
         meter.watch(engine.module.model.norm)
@@ -54,7 +56,8 @@ def build(run: Run, vocab_parallel: bool, fused: bool) -> Train:
 
 if __name__ == "__main__":
     main("deepspeed", {
-        "DeepSpeed": lambda run: build(run, vocab_parallel=False, fused=False),
-        "DeepSpeed, vocabulary-parallel": lambda run: build(run, vocab_parallel=True, fused=False),
-        OURS: lambda run: build(run, vocab_parallel=False, fused=True),
+        "DeepSpeed": build,
+        "DeepSpeed, vocabulary-parallel": lambda run: build(run, vocab_parallel=True),
+        OURS: lambda run: build(run, linear=Linear()),
+        FP8: lambda run: build(run, linear=Linear(gradients="fp8")),
     })  # fmt: skip

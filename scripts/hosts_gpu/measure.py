@@ -29,6 +29,7 @@ import parallel
 from clock import Clock
 
 OURS = "tp_headloss"
+FP8 = f"{OURS}, gradients in fp8"
 MEMORY = 0.92  # of the card, for this process's tensors: the rest is the driver's and NCCL's
 
 
@@ -216,11 +217,16 @@ def main(
         "--json", required=True, help="where the results go, after each part of the run"
     )
     parser.add_argument("--tiny", action="store_true", help="a tiny model on CPUs")
-    parser.add_argument("--heads", nargs="+", choices=list(heads), default=list(heads))
+    parser.add_argument(
+        "--heads", nargs="+", choices=list(heads), help="default: all; --tiny: not fp8"
+    )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--ways", nargs="+", choices=ways, default=[])
     parser.add_argument("--steps", type=int, help="of the curve")
-    run = Run(parser.parse_args())
+    args = parser.parse_args()
+    if args.heads is None:  # a tiny model is of fp32, which has no gradients in fp8
+        args.heads = [name for name in heads if not (args.tiny and name == FP8)]
+    run = Run(args)
     record = {
         "host": package, "own": next(iter(heads)), "ranks": run.ranks.world, "ways": run.args.ways,
         "shape": asdict(run.shape),

@@ -12,7 +12,7 @@ import statistics
 # as Megatron's trainer sets it in its deterministic mode
 os.environ.setdefault("NCCL_ALGO", "Ring")
 import torch
-from measure import OURS, Run, Train, clean, main
+from measure import FP8, OURS, Run, Train, clean, main
 
 import megatron_pretrain
 
@@ -21,6 +21,7 @@ HEADS = {
     "Megatron-Core, fused": "stock-fused",
     OURS: "head",
     f"{OURS}, one sweep": "head-one-sweep",
+    FP8: "head-fp8",
     f"{OURS}, loss of logits": "logits",
 }
 

@@ -8,13 +8,14 @@ import functools
 
 import llama
 import torch
-from measure import OURS, Run, Train, main
+from measure import FP8, OURS, Run, Train, main
 from nemo_automodel.components.loss.linear_ce_base import LinearCrossEntropy
 from nemo_automodel.components.loss.masked_ce import MaskedCrossEntropy
 from nemo_automodel.components.loss.utils import calculate_loss
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from tp_headloss import Linear
 from tp_headloss.integrations.nemo_automodel import FusedHeadLoss, LogitsLoss
 
 
@@ -54,6 +55,7 @@ if __name__ == "__main__":
         "NeMo-Automodel": MaskedCrossEntropy,
         f"{OURS}, loss of logits": LogitsLoss,
         OURS: FusedHeadLoss,
+        FP8: lambda: FusedHeadLoss(linear=Linear(gradients="fp8")),
     }
     main(
         "nemo_automodel",

@@ -16,7 +16,7 @@ import tempfile
 
 import torch
 import torch.distributed.fsdp
-from measure import OURS, Run, Train, main
+from measure import FP8, OURS, Run, Train, main
 
 # torch 2.11; of backends that are not trained here
 if not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):
@@ -38,6 +38,7 @@ from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.trainer import Trainer
 
 from torchtitan_parts import Batches, Seen, Tokenizer, sums_of_gloo
+from tp_headloss import Linear
 from tp_headloss.integrations.torchtitan import FusedHeadLoss
 
 
@@ -107,6 +108,12 @@ def build(run: Run, loss: BaseLoss.Config) -> Train:
 if __name__ == "__main__":
     logits = CrossEntropyLoss.Config(global_vocab_size=None)
     chunks = ChunkedLossWrapper.Config(num_chunks=8, loss_fn=logits)
-    losses = {"torchtitan": logits, OURS: FusedHeadLoss.Config(), "torchtitan, chunks": chunks}
+    fp8 = FusedHeadLoss.Config(linear=Linear(hidden_grad="none", gradients="fp8"))
+    losses = {
+        "torchtitan": logits,
+        OURS: FusedHeadLoss.Config(),
+        FP8: fp8,
+        "torchtitan, chunks": chunks,
+    }
     heads = {name: functools.partial(build, loss=loss) for name, loss in losses.items()}
     main("torchtitan", heads, ways=["FSDP", "FSDP_TP2", "compile", "graphs", "checkpoint"])
