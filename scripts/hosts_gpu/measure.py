@@ -5,6 +5,7 @@ for each head."""
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import importlib.metadata
 import json
@@ -12,6 +13,7 @@ import os
 import re
 import statistics
 import sys
+import time
 import traceback
 import zlib
 from collections.abc import Callable
@@ -54,13 +56,16 @@ TINY = Shape(
 )
 
 
+TURN = 20  # steps of each later turn
+
+
 class Meter(Clock):
-    """Losses, and the time of each step and of its head: from the last norm's output to the
-    gradient of that output."""
+    """Losses, and the time of each step and of its head, from the last norm's output to the
+    gradient of that output: on the device, and of the CPU that gives the device its work."""
 
     def __init__(self, device: torch.device):
         super().__init__(device)
-        self.losses, self.steps, self.heads, self.hooks = [], [], [], []
+        self.losses, self.steps, self.heads, self.issued, self.hooks = [], [], [], [], []
         self.known: dict = {}  # what a host's own program has measured
         if self.cuda:
             torch.cuda.reset_peak_memory_stats()
@@ -69,7 +74,12 @@ class Meter(Clock):
         def hidden(module, args, out):
             if out.requires_grad:
                 self.heads.append([self.now()])
-                out.register_hook(lambda _, span=self.heads[-1]: span.append(self.now()))
+                self.issued.append([time.perf_counter()])
+                out.register_hook(functools.partial(end, self.heads[-1], self.issued[-1]))
+
+        def end(on_device, issued, _):
+            on_device.append(self.now())
+            issued.append(time.perf_counter())
 
         self.hooks.append(norm.register_forward_hook(hidden))
 
@@ -89,6 +99,9 @@ class Meter(Clock):
                 times = [self.seconds(*span) for span in spans]
                 found[name] = 1e3 * statistics.median(times[len(times) // 5 :])
         if self.cuda:
+            if self.issued:
+                times = [end - begin for begin, end in self.issued]
+                found["head_issued_ms"] = 1e3 * statistics.median(times[len(times) // 5 :])
             found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         return found | self.known
 
@@ -182,9 +195,9 @@ def search(run: Run, train: Train) -> dict:
     return {"largest": largest(fits, min(2 * run.shape.batch, run.shape.most), run.shape.most)}
 
 
-def curve(run: Run, train: Train) -> dict:
+def curve(run: Run, train: Train, steps: int | None = None) -> dict:
     shape, meter = run.shape, Meter(run.device)
-    train(shape.batch, shape.steps, meter)
+    train(shape.batch, steps or shape.steps, meter)
     found = meter.result()
     found["tokens_per_s"] = 1e3 * run.dp * shape.batch * shape.length / found["step_ms"]
     if run.cuda:
@@ -193,16 +206,14 @@ def curve(run: Run, train: Train) -> dict:
 
 
 def again(run: Run, train: Train, found: dict) -> dict:
-    """A curve's times once more. found: those of its head, of which the mean of both turns counts."""
-    turn = curve(run, train)
-    turns = {
-        name: [found[name], turn[name]]
-        for name in ("step_ms", "head_ms", "tokens_per_s")
-        if name in found
-    }
-    return {name: statistics.fmean(values) for name, values in turns.items()} | {"turns": turns}
+    """A curve's times once more. found: those of its head, of which the median of all turns counts."""
+    turn = curve(run, train, min(run.shape.steps, TURN))
+    turns = found.get("turns") or {name: [found[name]] for name in TIMES if name in found}
+    turns = {name: [*values, turn[name]] for name, values in turns.items()}
+    return {name: statistics.median(values) for name, values in turns.items()} | {"turns": turns}
 
 
+TIMES = "step_ms", "head_ms", "head_issued_ms", "tokens_per_s"
 PARTS = "curve", "search", "check"
 
 
@@ -223,6 +234,7 @@ def main(
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--ways", nargs="+", choices=ways, default=[])
     parser.add_argument("--steps", type=int, help="of the curve")
+    parser.add_argument("--turns", type=int, default=2, help="of the curves of all heads")
     args = parser.parse_args()
     if args.heads is None:  # a tiny model is of fp32, which has no gradients in fp8
         args.heads = [name for name in heads if not (args.tiny and name == FP8)]
@@ -246,14 +258,15 @@ def main(
         ]
         for part in (curve, search)
     )
-    # in the other order, because what a step takes on its CPU drifts while the process lives
+    # every other one in the other order: what a step takes on its CPU drifts while the process lives
     turns = [
         (
             f"curve, {name}, again",
             found,
             lambda name=name, found=found: again(run, heads[name](run), found),
         )
-        for name, found in reversed(found_of)
+        for turn in range(1, args.turns)
+        for name, found in list(found_of)[:: -1 if turn % 2 else 1]
         if len(found_of) > 1
     ]
     checks = [] if check is None else [("check", record, lambda: check(run))]
