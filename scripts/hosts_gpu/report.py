@@ -26,8 +26,8 @@ COLUMNS = {
 }
 PANELS = {
     "tokens_per_s": ("tokens per second", 0),
+    "head_ms": ("the head in a step, ms", 1),
     "peak_gib": ("peak memory, GiB", 1),
-    "largest": ("largest micro-batch, rows", 0),
 }
 
 
