@@ -3,11 +3,11 @@ one report.
 
 bash scripts/check/gpu_check.sh --report docs/gpu_check.md
 
-Test files run several at a time (`--jobs`; on four H200 six took 520 seconds, and twelve were not
-done after 590), each in a process of its own, with as many ranks as there are GPUs: bits at every
-group size from saved outputs, graph replays, 2^31 + 4096 elements, 131,072 tokens, 1,000 repeats
-under noise and all else in `test_cuda*.py` are among them. Every step is shown when it ends. The
-exit status is 1 if anything failed; what could not run is listed.
+Test files run several at a time (`--jobs`), each in a process of its own, with as many ranks as
+there are GPUs, of which each file has another one as its first: bits at every group size from saved
+outputs, graph replays, 2^31 + 4096 elements, 131,072 tokens, 1,000 repeats under noise and all else
+in `test_cuda*.py` are among them. Every step is shown when it ends. The exit status is 1 if
+anything failed; what could not run is listed.
 """
 
 import argparse
@@ -87,7 +87,16 @@ def call(command, limit, **environment) -> tuple[int, str, float]:
     return status, output, time.monotonic() - begin
 
 
-def tests_of(path: Path, limit) -> Step:
+def gpus_from(first: int) -> str:
+    """The GPUs, as CUDA_VISIBLE_DEVICES has them, another one first."""
+    gpus = [str(i) for i in range(torch.cuda.device_count())]
+    if given := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        gpus = given.split(",")
+    first %= len(gpus)
+    return ",".join(gpus[first:] + gpus[:first])
+
+
+def tests_of(path: Path, limit, gpus: str) -> Step:
     with tempfile.TemporaryDirectory() as folder:
         xml = Path(folder) / "results.xml"
         command = [
@@ -101,7 +110,7 @@ def tests_of(path: Path, limit) -> Step:
         ]
         command += ["-p", "no:cacheprovider"]
         command += ["-o", "junit_family=xunit1", f"--junitxml={xml}", str(path)]
-        status, output, seconds = call(command, limit)
+        status, output, seconds = call(command, limit, CUDA_VISIBLE_DEVICES=gpus)
         cases = []
         for case in ElementTree.parse(xml).iter("testcase") if xml.exists() else ():
             skipped = case.find("skipped")
@@ -134,7 +143,7 @@ def kernels(limit) -> Step:
     return Step("kernel resources", status == 0, seconds, output)
 
 
-def sanitizer(tool: str, limit) -> Step:
+def sanitizer(tool: str, limit, gpus: str) -> Step:
     name = f"compute-sanitizer {tool}"
     found = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not Path(found).exists():
@@ -142,7 +151,8 @@ def sanitizer(tool: str, limit) -> Step:
     command = [found, "--tool", tool, "--error-exitcode", "3", "--launch-timeout", "60"]
     command += [sys.executable, "scripts/bench/small_shapes.py"]
     command += ["--rounds", "1"] if tool == "racecheck" else []
-    status, output, seconds = call(command, limit, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+    environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CUDA_VISIBLE_DEVICES": gpus}
+    status, output, seconds = call(command, limit, **environment)
     if "Device not supported" in output or "not supported on this" in output:
         return Step(
             name, None, seconds, "compute-sanitizer does not support the device of this machine"
@@ -159,9 +169,7 @@ def sanitizer(tool: str, limit) -> Step:
         )
     if not clean:
         return Step(name, False, seconds, output[-6000:])
-    status, output, _ = call(
-        [*command, f"--plant={tool}"], limit, PYTORCH_NO_CUDA_MEMORY_CACHING="1"
-    )
+    status, output, _ = call([*command, f"--plant={tool}"], limit, **environment)
     if status != 3:
         return Step(
             name, False, seconds, f"nothing found where a bug was planted:\n{output[-3000:]}"
@@ -267,10 +275,13 @@ def main():
     )
     work = {"kernels": functools.partial(kernels, args.limit)}
     work |= {  # before the tests: nothing runs beside them at the end, and they take minutes
-        tool: functools.partial(sanitizer, tool, args.limit)
-        for tool in ("memcheck", "racecheck", "initcheck")
+        tool: functools.partial(sanitizer, tool, args.limit, gpus_from(-number))
+        for number, tool in enumerate(("memcheck", "racecheck", "initcheck"), 1)
     }
-    work |= {path.stem: functools.partial(tests_of, path, args.limit) for path in files}
+    work |= {
+        path.stem: functools.partial(tests_of, path, args.limit, gpus_from(number))
+        for number, path in enumerate(files)
+    }
     if unknown := set(args.only or ()) - set(work):
         parser.error(f"--only takes {', '.join(work)}; got {', '.join(sorted(unknown))}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
