@@ -9,7 +9,8 @@ compiler, see `told`. Triton's language has to understand each of them. The one 
 becomes machine code for every capability, and so do, where there are several of NVIDIA's, those
 with most statistics, for one capability each in turn. (`--whole`: all that are looked at become
 machine code, for one capability each in turn; with one capability, or for AMD's GPUs, half of them.
-`--all`: all variants do, for every capability.) Run without TRITON_INTERPRET, in a process of its own.
+`--all`: all variants do, for every capability.) For AMD's GPUs the others are translated with `--whole` alone: the
+language is that of NVIDIA's. Run without TRITON_INTERPRET, in a process of its own.
 
 Prints one line per kernel with the most that a variant takes, one per failure, and a total. A
 variant that spills registers, or takes more shared memory than every GPU gives without asking, is a
@@ -721,6 +722,8 @@ def of_kernel(variants: list[Variant], capabilities, how: str):
         # an older Triton, GPUs of others: the half that has most of the values
         most, to_machine_code = [], -(-to_machine_code // 2)
     yield from (Job(largest, c) for c in served_by(largest, capabilities))
+    if isinstance(capabilities[0], str) and how == "":
+        return
     # architectures differ little for what is Triton's own
     for number, variant in enumerate(chosen[1:], 1):
         served = served_by(variant, capabilities)

@@ -1,5 +1,6 @@
 """Runs odd inputs on ranks and checks what comes out."""
 
+import os
 import re
 import traceback
 
@@ -194,6 +195,14 @@ def check(case: Case, results):
 
 
 MATRIX = [(name, size) for name in CASES for size in case_of(name, DTYPES[0]).sizes]
+FULL = bool(os.environ.get("TP_HEADLOSS_FULL"))
+
+
+def dtypes_of(name, world_size):
+    """All with FULL; else, where a name has as many sizes, one for each of them in turn."""
+    sizes = case_of(name, DTYPES[0]).sizes
+    turn = [*CASES].index(name) + sizes.index(world_size)
+    return (DTYPES[turn % len(DTYPES)],) if len(sizes) == len(DTYPES) and not FULL else DTYPES
 
 
 def holds(name, world_size, backend, dtypes=DTYPES):

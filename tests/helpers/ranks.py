@@ -36,6 +36,7 @@ def start_context(cuda):
     # nothing that might begin CUDA
     ours = "triton" if torch.cuda.is_available() else "tp_headloss.engine.triton"
     modules = ["torch", "torch.distributed", "torch._dynamo", ours, "pytest", "hypothesis"]
+    modules.append("matplotlib.pyplot")  # a second of each run of launch/
     context.set_forkserver_preload(modules)
     return context
 

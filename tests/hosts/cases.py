@@ -2,8 +2,8 @@
 `main` is what they do.
 
 A file of cases ends with ``main(CASES)``. A case is a function (group) -> a dict of numbers,
-JSON's, called once on each rank; of a number the worst of the ranks is kept. One start of the ranks
-serves all cases of a file, because importing one takes seconds.
+JSON's, called once on each rank; of a number the worst of the ranks is kept. One process serves all
+cases of a file and all numbers of ranks, because importing a host takes seconds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from datetime import timedelta
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-RANKS = int(os.environ.get("WORLD_SIZE", 2))  # of a process that `launch` started
 # every case with every number of ranks, where one of each is enough
 FULL = bool(os.environ.get("TP_HEADLOSS_FULL"))
 # scripts/check/versions.sh: a folder with an environment per host
@@ -51,23 +50,43 @@ OLDER = {
 }
 
 
+# Numbers of ranks, of what runs with several.
+NUMBERS = {
+    ("transformers-5.24.0", "trainer_cases.py"): (2, 4),
+    ("torchtitan-0.3.0", "torchtitan_trainer_cases.py"): (2, 4),
+    ("nemo_automodel-0.7.0", "nemo_automodel_cases.py"): (2, 4),
+    ("transformers-5.24.0", "hub_cases.py"): (1, 2),
+    ("deepspeed-0.19.8", "deepspeed_cases.py"): (2, 4),
+    ("megatron-0.19.2", "megatron_soft_target_cases.py"): (2, 4),
+    ("megatron-0.16.1", "megatron_soft_target_cases.py"): (2, 4) if FULL else (2,),
+}
+
+
+def number_of_ranks() -> int:
+    """Within a case."""
+    return int(os.environ["WORLD_SIZE"])
+
+
 def runs(host: str, script: str, case: str) -> bool:
     """Whether a case is one of those that run with this version of the host."""
     return FULL or case in OLDER.get((host, script), (case,))
 
 
 @functools.lru_cache
-def launch(host: str, script: str, ranks: int = 2) -> dict[str, dict]:
-    """Runs tests/hosts/`script` on that many ranks with the host's Python -> results by name of the
-    case; an "error" of one is its traceback."""
+def launch(host: str, script: str, numbers: tuple[int, ...] = (2,)) -> dict[int, dict]:
+    """Runs tests/hosts/`script` with the host's Python on each of these numbers of ranks ->
+    results by number and name of the case; an "error" of one is its traceback."""
     with tempfile.TemporaryDirectory() as folder:
-        out, store, log = (Path(folder) / name for name in ("results.json", "store", "log"))
+        log = Path(folder) / "log"
         env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-        env |= {"OMP_NUM_THREADS": "1", "CASES_STORE": str(store), "CASES_OUT": str(out)}
+        for number in numbers:
+            (Path(folder) / f"{number}").mkdir()
+        env |= {"CASES_STORE": f"{folder}/{numbers[0]}/store", "CASES_RANKS": json.dumps(numbers)}
         env |= {
+            "OMP_NUM_THREADS": "1",
             "RANK": "0",
             "LOCAL_RANK": "0",
-            "WORLD_SIZE": str(ranks),
+            "WORLD_SIZE": str(numbers[0]),
             "PYTHONPATH": f"{ROOT}:{ROOT}/tests/helpers",
         }
         env |= {
@@ -86,17 +105,17 @@ def launch(host: str, script: str, ranks: int = 2) -> dict[str, dict]:
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(first.pid, signal.SIGKILL)
-        assert not code and out.exists(), log.read_text()[-8000:]
-        return json.loads(out.read_text())
+        assert not code, log.read_text()[-8000:]
+        return {n: json.loads((Path(folder) / f"{n}/results.json").read_text()) for n in numbers}
 
 
 def results(host: str, script: str, ranks: int = 2) -> dict[str, dict]:
-    """As `launch`, for a test, which is skipped where there is no such environment."""
+    """Of this number of ranks, for a test, which is skipped where there is no such environment."""
     import pytest  # which hosts' environments lack
 
     if not python_of(host).exists():
         pytest.skip(f"no .hosts/{host}: bash scripts/hosts.sh {host}")
-    return launch(host, script, ranks)
+    return launch(host, script, NUMBERS.get((host, script), (ranks,)))[ranks]
 
 
 def result(host: str, script: str, case: str, ranks: int = 2) -> dict:
@@ -129,24 +148,40 @@ def refused(function, match, kind=ValueError):
 
 
 def main(cases: dict, before=None) -> None:
-    """before: a function (group), called once. Called with rank 0, which forks the others: one
-    import for all."""
+    """cases: by name; or by number of ranks, then by name. before: a function (group), called
+    once. All ranks are forked from the process that has imported the host."""
     import torch
-    import torch.distributed as dist
     from gloo import share_one_device
 
     torch.set_num_threads(1)
     share_one_device()
     assert torch.__version__ == os.environ["CASES_TORCH"], "the host has brought a torch of its own"
     gc.freeze()  # what was imported: trainers collect garbage, and would look through all of it
-    rank, store = next((r for r in range(1, RANKS) if not os.fork()), 0), os.environ["CASES_STORE"]
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    *others, last = json.loads(os.environ["CASES_RANKS"])
+    for number in others:
+        first = os.fork()
+        if not first:
+            _run(number, cases.get(number, cases), before)
+        if os.waitpid(first, 0)[1]:
+            os._exit(1)
+    _run(last, cases.get(last, cases), before)
+
+
+def _run(ranks: int, cases: dict, before) -> None:
+    """Rank 0, which forks the others."""
+    import torch
+    import torch.distributed as dist
+
+    rank = next((r for r in range(1, ranks) if not os.fork()), 0)
+    store = Path(os.environ["CASES_STORE"]).parents[1] / f"{ranks}/store"
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    os.environ["CASES_STORE"] = str(store)
     if not dist.is_initialized():
         dist.init_process_group(
             "gloo",
             init_method=f"file://{store}",
             rank=rank,
-            world_size=RANKS,
+            world_size=ranks,
             timeout=timedelta(seconds=TIMEOUT),
         )
     if before is not None:
@@ -160,14 +195,14 @@ def main(cases: dict, before=None) -> None:
             results[name] = case(dist.group.WORLD)
         except Exception:
             results[name] = {"error": f"rank {rank}: {traceback.format_exc()}"}
-        both = [None] * RANKS  # an error on the other rank counts, too
+        both = [None] * ranks  # an error on the other rank counts, too
         dist.all_gather_object(both, results[name])
         results[name] = next((r for r in both if "error" in r), None) or worst(both)
     dist.barrier()
     codes = []
     if rank == 0:
-        codes = [os.wait()[1] for _ in range(1, RANKS)]
-        Path(os.environ["CASES_OUT"]).write_text(json.dumps(results))
+        codes = [os.wait()[1] for _ in range(1, ranks)]
+        store.with_name("results.json").write_text(json.dumps(results))
     sys.stdout.flush()
     os._exit(any(codes))  # hosts leave threads behind that would wait for each other
 

@@ -10,6 +10,7 @@ from unittest import mock
 os.environ["DS_ACCELERATOR"] = "cpu"
 
 import deepspeed
+import deepspeed_module_cases
 import torch
 import torch._inductor.compile_fx  # once: DeepSpeed imports it in each rank, for 3 s
 import torch.distributed as dist
@@ -350,4 +351,4 @@ CASES = {
 }
 
 if __name__ == "__main__":
-    main(CASES)
+    main({2: CASES, 4: deepspeed_module_cases.CASES})

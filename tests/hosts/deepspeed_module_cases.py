@@ -12,7 +12,7 @@ import deepspeed
 import torch
 import torch._inductor.compile_fx  # once: DeepSpeed imports it in each rank, for 3 s
 import torch.distributed as dist
-from cases import main, relative_errors
+from cases import relative_errors
 from deepspeed.utils import logger
 
 from tp_headloss import Init, VocabParallelHead, VocabShard
@@ -96,6 +96,3 @@ def zero(group, stage):
 
 
 CASES = {f"stage{stage}": partial(zero, stage=stage) for stage in range(4)}
-
-if __name__ == "__main__":
-    main(CASES)

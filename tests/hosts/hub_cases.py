@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from cases import RANKS, ROOT, main
+from cases import ROOT, main
 from kernels import (
     LocalLayerRepository,
     Mode,
@@ -241,4 +241,4 @@ def documented(_group):
 
 OF_ONE_RANK = {x.__name__: x for x in (layer, refusals, trainer, adapters, documented)}
 OF_RANKS = {versions_side_by_side.__name__: versions_side_by_side}
-main(OF_ONE_RANK if RANKS == 1 else OF_RANKS)
+main({1: OF_ONE_RANK, 2: OF_RANKS})

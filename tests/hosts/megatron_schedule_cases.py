@@ -6,7 +6,7 @@ import functools
 from unittest import mock
 
 import torch
-from cases import compared, main, refused, relative_errors
+from cases import compared, refused, relative_errors
 from megatron_cases import HAS_HYBRID, B, S, V, config_of
 
 # isort: split
@@ -293,6 +293,3 @@ CASES = {  # equal layouts one after another, as groups take time
 }  # fmt: skip
 if HAS_HYBRID:
     CASES |= {"pp, hybrid": scheduled(make=hybrid_chunk, pp=2, tp=2)}
-
-if __name__ == "__main__":
-    main(CASES)

@@ -1,6 +1,6 @@
 """Depths of multi-token prediction that learn from the main head, beside the same losses computed
 from whole logits in float64, on two ranks: tensor parallelism, or context parallelism. Runs the
-cases of megatron_cases, too."""
+cases of megatron_cases, too, and on four ranks those of megatron_schedule_cases."""
 
 import functools
 from types import SimpleNamespace
@@ -27,6 +27,7 @@ from megatron_cases import (
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from megatron.core.transformer import multi_token_prediction
+from megatron_schedule_cases import CASES as SCHEDULES
 from megatron_schedule_cases import config_for, gpt_chunk, layout, microbatches
 
 from tp_headloss import CrossEntropy, Distillation, HeadLoss
@@ -249,5 +250,5 @@ if HAS_HYBRID:
     }
     CASES |= {"soft, mup": soft(use_mup=True, mup_base_hidden_size=16)}
 
-if __name__ == "__main__":  # and the other cases for two ranks: one import of Megatron for all
-    main(megatron_cases.CASES | CASES, megatron_cases.begin)
+if __name__ == "__main__":  # and all others: one import of Megatron for all
+    main({2: megatron_cases.CASES | CASES, 4: SCHEDULES}, megatron_cases.begin)

@@ -11,7 +11,7 @@ from pathlib import Path
 os.environ["TRITON_INTERPRET"] = "1"  # for TEParallelCrossEntropy, before Triton is imported
 import torch
 import torch.distributed as dist
-from cases import RANKS, compared, main, refused, relative_errors
+from cases import compared, main, number_of_ranks, refused, relative_errors
 from nemo_automodel.components.config.loader import load_yaml_config
 from nemo_automodel.components.loss import LOSS_CONFIG_REGISTRY
 from nemo_automodel.components.loss.chunked_ce import ChunkedCrossEntropy
@@ -73,7 +73,7 @@ def build(tp: str, mesh=None, seed=0, dtype=torch.float32) -> Model:
         )
         plan |= {"layer": rows, "norm": SequenceParallel()}
     return parallelize_module(
-        model, mesh or init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",)), plan
+        model, mesh or init_device_mesh("cpu", (number_of_ranks(),), mesh_dim_names=("tp",)), plan
     )
 
 
@@ -161,7 +161,7 @@ def group_of_plain_logits(group):
 def transformer_engine(group):
     """Beside Transformer Engine's kernels, which write into the logits."""
     x = torch.randn(2, 16, 2 * 105, generator=torch.Generator().manual_seed(1))
-    mesh, found = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",)), []
+    mesh, found = init_device_mesh("cpu", (number_of_ranks(),), mesh_dim_names=("tp",)), []
     for loss_fn in (ours.LogitsLoss(), TEParallelCrossEntropy()):
         leaf = distribute_tensor(x, mesh, [Shard(2)]).requires_grad_()
         loss = calculate_loss(
@@ -223,7 +223,7 @@ def packed(group):
 
 def sharded_by_fsdp(group):
     """A weight that data-parallel ranks share, and other tokens on each."""
-    mesh, found = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp",)), []
+    mesh, found = init_device_mesh("cpu", (number_of_ranks(),), mesh_dim_names=("dp",)), []
     for loss_fn in (ours.FusedHeadLoss(), ChunkedCrossEntropy(7, compile=False)):
         model = build("")
         model.lm_head.weight = nn.Parameter(
@@ -338,7 +338,7 @@ def exact(group):
     full = (
         torch.randn(2, 2, 16, VOCAB, generator=torch.Generator().manual_seed(1)).mul(4).bfloat16()
     )
-    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh("cpu", (number_of_ranks(),), mesh_dim_names=("tp",))
     student, teacher = full.double()
     student.requires_grad_()
     kl = (teacher.softmax(-1) * (teacher.log_softmax(-1) - student.log_softmax(-1))).sum(-1)
@@ -395,7 +395,7 @@ def names(group):
 
 
 def refusals(group):
-    mesh = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh("cpu", (number_of_ranks(), 1), mesh_dim_names=("dp", "tp"))
     both = distribute_tensor(torch.zeros(8, 4, requires_grad=True), mesh, [Shard(0), Shard(0)])
     x, y = torch.zeros(1, 2, 8), torch.zeros(1, 2, dtype=torch.int64)
     for call, message in {
@@ -440,4 +440,4 @@ FSDP = {
 }
 
 if __name__ == "__main__":
-    main(FSDP if RANKS == 4 else CASES)
+    main({2: CASES, 4: FSDP})

@@ -45,5 +45,5 @@ def test_what_cannot_work_is_refused_and_the_readme_runs(name):
 def test_zero_trains_a_model_with_a_sharded_head_as_the_whole_model_is_trained(stage):
     """The first step of two replicas with two micro-batches each; a difference of weights rounds to
     1e-6 of it."""
-    found = cases.result(HOST, "deepspeed_module_cases.py", f"stage{stage}", 4)
+    found = result(f"stage{stage}", ranks=4)
     assert found["updates"] < 3e-6 < 5e-3 < found["mutant"], found

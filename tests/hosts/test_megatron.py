@@ -1,7 +1,7 @@
 """Megatron-Core, each supported version with its own loss beside ours; the cases are in
 megatron_cases.py, those with its schedules and more than tensor parallelism in
 megatron_schedule_cases.py, and depths of multi-token prediction that learn from the main head in
-megatron_soft_target_cases.py."""
+megatron_soft_target_cases.py, which runs them all."""
 
 import cases
 import pytest
@@ -56,12 +56,12 @@ SCHEDULED = (
 )
 
 
-def result(version, case, script="megatron_soft_target_cases.py", ranks=2):
-    return cases.result(f"megatron-{version}", script, case, ranks)
+def result(version, case, ranks=2):
+    return cases.result(f"megatron-{version}", "megatron_soft_target_cases.py", case, ranks)
 
 
 def scheduled(version, case):
-    return result(version, case, SCHEDULES, 4)
+    return result(version, case, 4)
 
 
 def with_versions(*names, script):

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 import torchtitan.tools.utils as utils
 from cases import (
-    RANKS,
     compared,
     main,
     refused,
@@ -41,6 +40,7 @@ from torchtitan.trainer import Trainer
 from tp_headloss import CrossEntropy, HeadLoss, Linear, Metric, Term, ZLoss
 from tp_headloss.integrations.torchtitan import FusedHeadLoss, LogitsLoss
 
+RANKS = 2
 VOCAB, COUNT = 211, torch.tensor(50)  # not even; of the global batch, more than is here
 # what it offers runs on GPUs only
 llama3.get_attention_config = lambda backend: ScaledDotProductAttention.Config()

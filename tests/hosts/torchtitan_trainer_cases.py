@@ -16,7 +16,7 @@ import tempfile
 
 import torch
 import torchtitan_cases  # replaces the device before others copy it
-from cases import RANKS, ROOT, main, relative_errors
+from cases import ROOT, main, number_of_ranks, relative_errors
 
 sys.path.append(str(ROOT / "launch"))
 
@@ -100,7 +100,7 @@ def train(
     typecheck=False,
 ):
     """-> what the trainer logged in all steps, and the weights after them by name."""
-    data_parallel = RANKS // (tp * pp)
+    data_parallel = number_of_ranks() // (tp * pp)
     validate = pp == 1 and not typecheck  # its batches have no types
     config = Trainer.Config(
         loss=loss,
@@ -216,6 +216,8 @@ CASES = {
 
 if __name__ == "__main__":
     cases = {
-        name: functools.partial(same_as_host, **options) for name, options in CASES[RANKS].items()
+        ranks: {name: functools.partial(same_as_host, **options) for name, options in named.items()}
+        for ranks, named in CASES.items()
     }
-    main(cases | ({"bf16": bf16} if RANKS == 2 else {}))
+    cases[2]["bf16"] = bf16
+    main(cases)

@@ -14,7 +14,7 @@ from functools import cache, partial
 import accelerate
 import torch
 import torch.distributed as dist
-from cases import FULL, RANKS, main, relative_errors
+from cases import FULL, main, number_of_ranks, relative_errors
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import (
@@ -39,7 +39,6 @@ from transformers_cases import (
 from tp_headloss.integrations import installed_version
 from tp_headloss.integrations.transformers import colwise_plan, fuse_head
 
-os.environ |= {"LOCAL_WORLD_SIZE": str(RANKS), "MASTER_ADDR": "localhost"}
 accelerate.Accelerator.multi_device = property(lambda self: self.use_distributed)
 TRL = installed_version("trl") is not None
 if TRL:
@@ -49,6 +48,11 @@ if TRL:
     from preset_cases import CASES as PRESET_CASES
 
     from tp_headloss.integrations.trl import fuse_log_probs
+
+
+def begin(group):
+    os.environ |= {"LOCAL_WORLD_SIZE": str(number_of_ranks()), "MASTER_ADDR": "localhost"}
+
 
 STEPS = 2
 OPTIONS = {
@@ -77,7 +81,9 @@ def model_of(kind="plain", plan=None):
     config = config_of(**CONFIGS[kind])
     if plan == "colwise":
         plan = colwise_plan(AutoModelForCausalLM._model_mapping[type(config)], config)
-    options = {"tp_size": 2, "tp_plan": plan, **({"fsdp_size": RANKS // 2} if RANKS > 2 else {})}
+    options, ranks = {"tp_size": 2, "tp_plan": plan}, number_of_ranks()
+    if ranks > 2:
+        options["fsdp_size"] = ranks // 2
     return AutoModelForCausalLM.from_pretrained(
         saved(kind, config), dtype=torch.float32, distributed_config=DistributedConfig(**options)
     )
@@ -293,4 +299,4 @@ if TRL:
 
 
 if __name__ == "__main__":
-    main(CASES[RANKS])
+    main(CASES, begin)

@@ -1,6 +1,7 @@
 """Every odd input of docs/limits.md in fp32, bf16 and fp16 at one, two and four ranks: right, or
-the same exception on every rank. Nothing silent, no hang. The inputs are in `odd_inputs`; Triton's
-turn is `test_bad_inputs_triton.py`.
+the same exception on every rank. Nothing silent, no hang. Each type at one number of ranks, at all
+of them with TP_HEADLOSS_FULL=1. The inputs are in `odd_inputs`; Triton's turn is
+`test_bad_inputs_triton.py`.
 """
 
 import itertools
@@ -10,7 +11,7 @@ import pytest
 import torch
 from odd_case import DTYPES
 from odd_inputs import CASES, lines
-from odd_outcome import MATRIX, holds
+from odd_outcome import MATRIX, dtypes_of, holds
 from pages import section
 
 import tp_headloss as hl
@@ -18,7 +19,7 @@ import tp_headloss as hl
 
 @pytest.mark.parametrize("name, world_size", MATRIX)
 def test_odd_inputs_are_right_or_refused_on_every_rank(name, world_size):
-    holds(name, world_size, "torch")
+    holds(name, world_size, "torch", dtypes_of(name, world_size))
 
 
 def test_every_line_of_the_table_has_cases_and_every_case_a_line():

@@ -238,21 +238,26 @@ def test_the_linear_benchmark_tells_right_from_wrong(tmp_path, ranks):
     assert f"2048 x 16 x {512 * ranks}, TP {ranks}: logits shard 4 MiB" in out
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_linear_benchmark_takes_what_a_small_model_has_learned(ranks, tmp_path, bench):
-    """Its errors are those of the same operands, of every token and of ids without labels, too."""
-    import trained_states
-
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory):
+    """A file of a small model's hidden states and weight."""
+    folder = tmp_path_factory.mktemp("learned")
     small = ["--hidden", 32, "--ids", 300, "--tokens", 2048, "--layers", 1, "--megabytes", 1]
-    trained_states.main([*map(str, small), "--entropies", "5", "--out", str(tmp_path)])
-    found, data = torch.load(tmp_path / "5.0.pt"), tmp_path / "bench.json"
+    run_script("scripts/bench/trained_states.py", *small, "--entropies", 5, "--out", folder)
+    return folder / "5.0.pt"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_linear_benchmark_takes_what_a_small_model_has_learned(ranks, learned, tmp_path):
+    """Its errors are those of the same operands, of every token and of ids without labels, too."""
+    found, data = torch.load(learned), tmp_path / "bench.json"
     log_p = (found["hidden"].float() @ found["weight"].float().t()).log_softmax(1)
     entropy = float(-(log_p.exp() * log_p).sum(1).mean())
     assert abs(entropy - found["entropy"]) < 0.02 and 4 < entropy < 5.02
     wanted = ["--implementations", "three GEMMs", "materialised logits", "ours, *"]
     run_script(
         "scripts/bench/bench_linear.py",
-        *("--states", tmp_path / "5.0.pt", "--device", "cpu", "--dtype", "float32", *wanted),
+        *("--states", learned, "--device", "cpu", "--dtype", "float32", *wanted),
         *("--seconds", 0.001, "--json", data),
         ranks=ranks,
     )

@@ -401,8 +401,10 @@ def test_every_kernel_variant_compiles_ahead_of_time(name, capabilities, tmp_pat
     assert result.returncode == 0 and "failed 0" in result.stdout, (
         result.stdout[-4000:] + result.stderr[-4000:]
     )
-    total = re.search(r"compiled (\d+), translated (\d+), ", result.stdout)
-    assert sum(map(int, total.groups())) > 20 * (1 + len(capabilities))
+    compiled, translated = map(
+        int, re.search(r"compiled (\d+), translated (\d+), ", result.stdout).groups()
+    )
+    assert compiled >= 20 * len(capabilities) and (translated > 20 or capabilities == AMD[:1])
     from_90 = "linear_statistics_kernel", "linear_gradient_kernel"
     from_89 = ("turn_to_fp8_kernel",)
     served = {
