@@ -25,7 +25,7 @@ from .search.sampling import Sample, kept_ids, sample
 from .search.topk import TopK, topk_log_probs
 from .statistics import VocabStatistics
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
 
 __all__ = [
     "IdSets",

@@ -177,14 +177,18 @@ def sanitizer(tool: str, limit, gpus: str) -> Step:
     return Step(name, True, seconds, f"{summary[-1]} (and a planted bug found)")
 
 
-def facts() -> dict[str, str]:
-    gpus = collections.Counter(
-        torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())
-    )
+def hash_of_sources() -> str:
     sources = hashlib.sha256()
     for path in sorted((ROOT / "tp_headloss").rglob("*")):
         if path.suffix in (".py", ".cu", ".cuh"):
             sources.update(path.read_bytes())
+    return sources.hexdigest()[:16]
+
+
+def facts() -> dict[str, str]:
+    gpus = collections.Counter(
+        torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())
+    )
     return {
         "date": datetime.date.today().isoformat(),
         "GPUs": ", ".join(f"{count} x {name}" for name, count in gpus.items()),
@@ -193,7 +197,7 @@ def facts() -> dict[str, str]:
         ].split("\n")[0],
         "versions": f"torch {torch.__version__}, triton {triton.__version__}, Python {platform.python_version()}, NCCL "
         + ".".join(map(str, torch.cuda.nccl.version())),
-        "SHA-256 of *.py, *.cu and *.cuh in tp_headloss, sorted": sources.hexdigest()[:16],
+        "sources, as `python scripts/check/gpu_check.py --sources` prints them": hash_of_sources(),
     }
 
 
@@ -232,9 +236,13 @@ def report(steps: list[Step], options: str) -> str:
     lines += ["", "## Steps", "", told, "", "| step | | seconds |", "|---|---|---|"]
     shown = longest + [step for step in steps if not step.passed]
     lines += [f"| {step.name} | {VERDICT[step.passed]} | {step.seconds:.0f} |" for step in shown]
+    sanitized = [step for step in steps if step.name.startswith("compute-sanitizer")]
+    lines += ["", "## Sanitizers", ""] if sanitized else []
+    lines += [
+        f"* {step.name}: {step.text if step.passed is not False else VERDICT[False]}"
+        for step in sanitized
+    ]
     for step in steps:
-        if step.name.startswith("compute-sanitizer") and step.passed is not False:
-            lines += ["", f"{step.name}: {step.text}"]
         if step.name == "kernel resources" and step.passed:
             lines += [
                 "",
@@ -267,7 +275,15 @@ def main():
     parser.add_argument(
         "--only", nargs="*", help="test_cuda, .., kernels, memcheck, racecheck, initcheck"
     )
+    parser.add_argument(
+        "--sources",
+        action="store_true",
+        help="print a hash of the package's *.py, *.cu and *.cuh, which names the source of a report",
+    )
     args = parser.parse_args()
+    if args.sources:
+        print(hash_of_sources())
+        return
     if not torch.cuda.is_available():
         parser.error("no GPU here: bash scripts/test.sh runs everything else")
     files = sorted(
