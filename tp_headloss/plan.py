@@ -7,6 +7,7 @@ the GPU's peak, and all other kernels read what they need and write what they ma
 Communication is not in it.
 """
 
+import argparse
 from typing import NamedTuple
 
 import torch
@@ -60,10 +61,24 @@ class Head(NamedTuple):
         return self.tokens * self.width * DTYPES[self.dtype]
 
     @property
+    def columns_of_one_read(self) -> int:
+        """What the ids must be a multiple of, so that each rank's rows have whole vectors of 16
+        bytes."""
+        return 16 // DTYPES[self.dtype] * self.tp
+
+    @property
     def has_one_read(self) -> bool:
         """Whether one launch can serve these shards on a GPU for which it is."""
-        columns = 16 // DTYPES[self.dtype]  # of a vector
-        return self.tp <= 8 and self.vocab % (columns * self.tp) == 0
+        return self.tp <= 8 and self.vocab % self.columns_of_one_read == 0
+
+    @property
+    def has_one_sweep(self) -> bool:
+        """Whether one sweep needs no declared scale: gradients in fp16 underflow without one."""
+        return self.dtype != "fp16"
+
+    @property
+    def has_fp8(self) -> bool:
+        return self.dtype == "bf16" and self.hidden % fp8.ALIGNED == 0
 
     @property
     def sizes(self) -> blocks.Sizes:
@@ -139,9 +154,11 @@ def _without_logits(head: Head) -> list[Way]:
             _recompute(head, quarter << 20),
             4,
         ),
-        ("one sweep", '"one_sweep"', _one_sweep(head, None), 3),
     ]
-    if (budget := quarter + (sums >> 20) + 1) << 20 < head.logits:
+    if head.has_one_sweep:
+        rows.append(("one sweep", '"one_sweep"', _one_sweep(head, None), 3))
+    budget = quarter + (sums >> 20) + 1
+    if head.has_one_sweep and budget << 20 < head.logits:
         rows.append(
             (
                 "one sweep, a quarter",
@@ -150,7 +167,7 @@ def _without_logits(head: Head) -> list[Way]:
                 3,
             )
         )
-    if head.dtype == "bf16" and head.hidden % fp8.ALIGNED == 0:
+    if head.has_fp8:
         rows.append(("gradients in fp8", 'gradients="fp8"', _fp8(head), 2))  # two at half the time
     added = f'"one_sweep", budget={quarter} << 20, main_grad=True, upstream=1.0'
     rows.append(("one sweep, main_grad", added, _one_sweep(head, quarter << 20, main_grad=True), 3))
@@ -165,6 +182,21 @@ def _without_logits(head: Head) -> list[Way]:
         for name, linear, memory, gemms in rows
         if memory is not None
     ]
+
+
+def left_out(head: Head, from_hidden: bool) -> list[str]:
+    """Return the ways that the table lacks, and what they need."""
+    needs = []
+    if not head.has_one_read:
+        needs.append(
+            "one read: at most 8 ranks, and ids (with padding) that are a multiple of "
+            f"{head.columns_of_one_read}"
+        )
+    if from_hidden and not head.has_one_sweep:
+        needs.append("one sweep, without main_grad: the loss scale, as Linear(upstream=..)")
+    if from_hidden and not head.has_fp8:
+        needs.append(f"gradients in fp8: bf16, and a hidden size of a multiple of {fp8.ALIGNED}")
+    return needs
 
 
 def _share() -> int:
@@ -185,7 +217,7 @@ def _default(head: Head) -> tuple[int | None, int]:
     share = _share()
     sizes = head.sizes._replace(weight_sums=bool(head.fp32_sums))
     tokens = blocks.one_sweep_tokens(sizes, share) or 0
-    if tokens < min(MIN_SWEEP_TOKENS, head.tokens):
+    if not head.has_one_sweep or tokens < min(MIN_SWEEP_TOKENS, head.tokens):
         return _recompute(head, None), 4
     return _one_sweep(head, share), 3
 
@@ -251,6 +283,7 @@ def report(head: Head, from_hidden: bool, bandwidth: float | None, tflops: float
             for w, time in zip(found, times)
         ),
         "",
+        *(f"left out is {text}" for text in left_out(head, from_hidden)),
         f"least memory: {min(found, key=lambda way: way.memory).name}",
         f"shard = VocabShard.from_group({'None' if head.tp == 1 else 'group'}, "
         f"vocab_size={head.vocab})",
@@ -271,7 +304,9 @@ def add_command(commands) -> None:
         "plan", help="memory and time of every way to a loss", description=__doc__
     )
     parser.add_argument("--tokens", type=positive, required=True, help="of a step, on a rank")
-    parser.add_argument("--vocab", type=positive, required=True, help="ids")
+    parser.add_argument(
+        "--vocab", type=positive, required=True, help="ids, with padding where logits have it"
+    )
     parser.add_argument(
         "--hidden", type=positive, default=4096, help="size of the hidden states (default 4096)"
     )
@@ -284,8 +319,8 @@ def add_command(commands) -> None:
     parser.add_argument(
         "--from", choices=("logits", "hidden"), default="logits", dest="start", help="what is given"
     )
-    parser.add_argument("--bandwidth", type=speed, metavar="TB/S", help="of the GPU's memory")
-    parser.add_argument("--tflops", type=speed, help="of the GPU's products of this dtype")
+    parser.add_argument("--bandwidth", type=terabytes, metavar="TB/S", help="of the GPU's memory")
+    parser.add_argument("--tflops", type=teraflops, help="of the GPU's products of this dtype")
 
 
 def run(given) -> None:
@@ -294,10 +329,17 @@ def run(given) -> None:
     print(report(head, given.start == "hidden", given.bandwidth, given.tflops))
 
 
-def speed(text: str) -> float:
-    """A speed that a GPU can have, for argparse."""
+def terabytes(text: str) -> float:
+    """TB/s that a GPU's memory can have, for argparse: no GB/s."""
+    if not 0 < (number := float(text)) < 100:
+        raise argparse.ArgumentTypeError(f"expected TB/s, below 100, got {text}")
+    return number
+
+
+def teraflops(text: str) -> float:
+    """TFLOP/s that a GPU can have, for argparse."""
     if not 0 < (number := float(text)) < 1e6:
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"expected TFLOP/s, below 1e6, got {text}")
     return number
 
 

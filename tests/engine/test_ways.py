@@ -175,6 +175,11 @@ def test_every_way_of_a_linear_head_has_the_results_of_blocks(
     for taken in (kind, linear_ways.Blocks):
         monkeypatch.setattr(linear_ways, "LINEAR_WAYS", (taken, linear_ways.Blocks))
         head = head_of(case, device, hl.Options(backend="triton"))
+        if is_fp8 and not is_served:  # asked for by name
+            for call in (head.linear, head.explain_linear):
+                with pytest.raises(ValueError, match="gradients='fp8' is not possible"):
+                    call(hidden, weight, linear=linear, **arguments)
+            return
         explained = head.explain_linear(hidden, weight, linear=linear, **arguments)
         is_taken = is_served or taken is linear_ways.Blocks
         assert (explained.way == taken.name) == is_taken, explained
@@ -220,3 +225,28 @@ def test_what_a_loss_lacks_for_one_read_names_who_lacks_it(word, device):
     call, request = head._checked(head._given(logits, labels, None, None), None, None, inputs)
     loss = head._case(call, request).loss
     assert loss.in_one_read is None and word in loss.needs_in_one_read()
+
+
+@pytest.mark.parametrize(
+    "options, linear, said",
+    [
+        ({"gradient": "forward"}, None, "gradient='forward' needs logits on a GPU"),
+        ({}, hl.Linear("one_sweep"), "mode='one_sweep' is not possible"),
+        ({}, hl.Linear(gradients="fp8"), "gradients='fp8' is not possible"),
+    ],
+    ids=["one read", "one sweep", "fp8"],
+)
+def test_explain_refuses_what_the_call_refuses(options, linear, said):
+    """What is asked for by name, on the CPU and per token, where none of it is possible."""
+    head = hl.HeadLoss(reduction="none", options=hl.Options(**options))
+    hidden = torch.ones(2, 16, requires_grad=True)
+    weight, labels = torch.ones(8, 16, requires_grad=True), torch.tensor([1, 2])
+    if linear is None:
+        head, given = hl.HeadLoss(options=hl.Options(**options)), (hidden, labels)
+        calls = head, head.explain
+    else:
+        given = (hidden, weight, labels)
+        calls = partial(head.linear, linear=linear), partial(head.explain_linear, linear=linear)
+    for call in calls:
+        with pytest.raises(ValueError, match=said):
+            call(*given)

@@ -1,6 +1,8 @@
 """`python -m tp_headloss plan`: its memory is what its own lines, run as printed, allocate; its
 floors are by hand."""
 
+import argparse
+import itertools
 import json
 import runpy
 import subprocess
@@ -347,9 +349,37 @@ def test_the_exit_code_of_the_command_is_that_of_its_process():
 
 
 @pytest.mark.parametrize("speed", ["-1", "0", "nan", "1e9", "fast"])
-def test_speeds_that_no_gpu_has_are_refused(speed):
-    with pytest.raises(ValueError):  # which argparse shows as an invalid speed
-        plan.speed(speed)
+@pytest.mark.parametrize("unit", [plan.terabytes, plan.teraflops])
+def test_speeds_that_no_gpu_has_are_refused(unit, speed):
+    with pytest.raises((ValueError, argparse.ArgumentTypeError)):  # which argparse shows
+        unit(speed)
+    with pytest.raises(argparse.ArgumentTypeError, match="expected TB/s"):
+        plan.terabytes("3350")  # GB/s
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_default_is_the_way_that_such_a_call_takes(dtype, monkeypatch):
+    for module in (plan, linear_request):
+        monkeypatch.setattr(module, "free_share", lambda device: plan.ASSUMED_SHARE)
+    (way,) = [w for w in plan.ways(head_of(dtype), True) if w.name == "default"]
+    weight = torch.zeros(8000, 128, dtype=DTYPES[dtype], requires_grad=True)
+    labels = torch.zeros(512, dtype=torch.int64)
+    hidden = torch.zeros(512, 128, dtype=DTYPES[dtype])
+    found = tp_headloss.HeadLoss().explain_linear(hidden, weight, labels)
+    assert (found.way == "one sweep") == (way.gemms == 3), (found, way)
+
+
+def test_a_way_is_in_the_table_or_said_to_be_left_out():
+    everything = {way.name for way in plan.ways(plan.Head(8192, 32000, 1, "bf16", 1024), True)}
+    for dtype, vocab, hidden in itertools.product(DTYPES, (32000, 50257), (1024, 1000)):
+        head = plan.Head(8192, vocab, 1, dtype, hidden)
+        missing = everything - {way.name for way in plan.ways(head, True)}
+        said = " ".join(plan.left_out(head, True))
+        hosts = {"host: the same in fp32"}  # logits in fp32 have none
+        assert all(name.split(",")[0] in said for name in missing - hosts), (head, missing, said)
+        assert all(
+            line in plan.report(head, True, None, None) for line in plan.left_out(head, True)
+        )
 
 
 def test_one_read_is_planned_where_it_can_be():

@@ -193,7 +193,8 @@ def linear_way_of(call: Call, head: LinearRequest) -> LinearWay:
 
 
 def explained_linear(call: Call, head: LinearRequest) -> Explanation:
-    """Explain which way a call takes, from its metadata alone."""
+    """Explain which way a call takes, from its metadata alone. Raises as `linear_way_of`."""
+    linear_way_of(call, head)
     found = Explanation.of(LINEAR_WAYS, "{}", call, head)
     logits = head.request.tensors.labels.numel() * head.weight.shape[0] * head.facts.dtype.itemsize
     if found.way != OneSweep.name or logits > free_share(head.hidden.device):

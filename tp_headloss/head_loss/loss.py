@@ -262,7 +262,7 @@ class HeadLoss(nn.Module):
             linear: as in `linear`.
 
         Raises:
-            TypeError, ValueError: as in `linear`.
+            TypeError, ValueError: as in `linear`, but for a budget without room for a block.
 
         Examples:
             >>> hidden, weight = torch.ones(2, 8, requires_grad=True), torch.nn.Parameter(torch.ones(4, 8))

@@ -98,16 +98,21 @@ def chosen(case: Case) -> list[Way]:
                 return ways
             obstacle = kind.not_ready
         if kind.is_demanded(case):
-            raise ValueError(
-                f"gradient='forward' needs {obstacle}; gradient='backward' needs none of it"
-            )
+            raise _refusal(obstacle)
         obstacles[kind.name] = obstacle
     raise AssertionError("the general way serves every call")
 
 
 def explained(case: Case) -> Explanation:
-    """Explain which way a call takes, from its metadata alone."""
+    """Explain which way a call takes, from its metadata alone. Raises as `chosen`."""
+    for kind in WAYS:
+        if kind.is_demanded(case) and (obstacle := kind.obstacle(case)):
+            raise _refusal(obstacle)
     return Explanation.of(WAYS, "needs {}", case)
+
+
+def _refusal(obstacle: str) -> ValueError:
+    return ValueError(f"gradient='forward' needs {obstacle}; gradient='backward' needs none of it")
 
 
 @functools.lru_cache(maxsize=256)
