@@ -139,14 +139,19 @@ def online(teacher: Trainer) -> AddTeacher:
 
 def export(teacher: Trainer, path: Path) -> None:
     """Write the teacher's top k for each token of each training batch: [steps, batch, length] of
-    ids and log-probs [k].
+    ids and log-probs [k], and the log-prob of all other ids.
 
     Called by all ranks: replicas compute the same, because each has a part of the weights, and rank
-    0 writes. The log-probs are at the KL's temperature and over the whole vocabulary, so what is
-    missing of 1 is the probability of all other ids."""
+    0 writes. The log-probs are at the KL's temperature and over the whole vocabulary."""
     args, ranks = teacher.args, teacher.ranks
     part = path.with_name(path.name + ".part")
-    entries = np.dtype([("ids", np.int32, args.k), ("log_probs", np.float16, args.k)])
+    entries = np.dtype(
+        [
+            ("ids", np.int32, args.k),
+            ("log_probs", np.float16, args.k),
+            ("tail_log_prob", np.float32),
+        ]
+    )
     if ranks.rank == 0:
         file = np.lib.format.open_memmap(part, "w+", entries, (args.steps, args.batch, args.length))
     compact = {"dtype": torch.float16, "ids_dtype": torch.int32}
@@ -172,15 +177,17 @@ def offline(path: Path, student: Trainer) -> AddTeacher:
 
     def add_teacher(step, micro_batches):
         # [batch, length, k]
-        entries = [torch.from_numpy(file[step][name].copy()) for name in ("ids", "log_probs")]
+        entries = [torch.from_numpy(file[step][name].copy()) for name in file.dtype.names]
         for (inputs, labels), top in zip(micro_batches, student.cut(*entries), strict=True):
-            ids, log_probs = (x.to(student.ranks.device) for x in top)
-            temperature = student.args.temperature  # the log-probs have it already
-            yield (
-                inputs,
-                labels,
-                TopKTeacher(ids, log_probs, student_temperature=temperature, renormalize=False),
+            ids, log_probs, tail = (x.to(student.ranks.device) for x in top)
+            teacher = TopKTeacher(
+                ids,
+                log_probs,
+                tail_log_prob=tail,
+                student_temperature=student.args.temperature,  # the log-probs have it already
+                renormalize=False,
             )
+            yield inputs, labels, teacher
 
     return add_teacher
 

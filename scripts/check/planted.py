@@ -14,7 +14,8 @@ GROUPS = {
     "test_draft_functions": [
         ("integrations/speculators.py", "compute_metrics", "targets[:, ttt_step:]", "targets[:, : targets.shape[1] - ttt_step]"),
         ("integrations/speculators.py", "_accuracies", "so_far.copy_(correct)", "pass"),
-        ("integrations/specforge.py", "_statistics_of_all_ids", "(-mass.clamp(max=1)).log1p()", "torch.full_like(mass, -torch.inf)"),
+        ("integrations/specforge.py", "_statistics_of_all_ids", "(-mass).log1p()", "torch.full_like(mass, -torch.inf)"),
+        ("integrations/specforge.py", "_statistics_of_all_ids", "mass > LARGEST_MASS", "False"),
         ("integrations/specforge.py", "_with_column", "shard.start < size <= shard.stop", "shard.start <= size <= shard.stop"),
         ("integrations/specforge.py", "_rate_and_loss", "-kl_decay * rate.detach()", "-kl_decay * rate"),
         ("integrations/specforge.py", "acc_and_loss", "likeliest + model.draft_model.d2t[likeliest]", "likeliest"),
@@ -256,6 +257,9 @@ GROUPS = {
         ("ranks/shard.py", "VocabShard.valid_width", "max(0, min(self.stop, self.vocab_size) - self.start)", "self.stop - self.start"),
     ],
     "test_distillation": [
+        ("call/request_of.py", "expect_not_swapped", "not of_teacher.requires_grad", "True"),
+        ("call/request_of.py", "expect_not_swapped", "x.requires_grad", "False"),
+        ("linear_head/request.py", "LinearRequest.checked", "expect_not_swapped(teacher.hidden, (hidden, weight, given.transform.bias))", "None"),
         ("call/given.py", "Given.check", "others.get(field) or line", "line"),
         ("call/given.py", "Given.check", "{symbol: size for symbol, size in sizes.items() if symbol != 'K'}", "{}"),
         ("statistics/__init__.py", "Layout.__init__", '(*self._rows("merged_rows"), *self.second[1::2])', '(*self.second[1::2], *self._rows("merged_rows"))'),
@@ -390,8 +394,9 @@ GROUPS = {
         ("statistics/family_triton.py", "open_second", "tl.where(ignored, 0, size_of_chunk(inputs, first, valid_width))", "size_of_chunk(inputs, first, valid_width)"),
         ("call/sets.py", "check_ids", "known & (ids >= vocab_size)", "ids >= vocab_size"),
         ("call/sets.py", "check_entries", "(masked_ids(teacher).reshape(-1, count) >= 0) & (given != -torch.inf)", "masked_ids(teacher).reshape(-1, count) >= 0"),
-        ("call/sets.py", "check_entries", "~(mass <= LARGEST_MASS + rounding.clamp(max=0.1))", "mass > 1e6"),
+        ("call/sets.py", "check_entries", "~(mass <= largest)", "mass > 1e6"),
         ("call/request_of.py", "_teacher_tensors", "masked_ids(teacher)", "teacher.ids"),
+        ("call/sets.py", "check_entries", "~(mass + tail.exp() <= largest)", "tail > 0"),
         ("engine/eager.py", "merge_second", "sums[::2].clamp(min=0)", "sums[1::2].clamp(min=0)"),
         ("statistics/topk.py", "TopKFamily._rest", 'scale * (sums["topk_shift"] - top) + log_sum - whole.log()', "log_sum - whole.log()"),
         ("statistics/topk.py", "TopKFamily.second", "beta", "1 - beta"),
@@ -418,6 +423,10 @@ GROUPS = {
         ("statistics/topk_triton.py", "load", "(common,) if IS_SOFTMAX else _rest_coefficients(common, grads, token, rows)", "(common,)"),
         ("statistics/topk_triton.py", "coefficient", "state[0] / token.whole", "0.0"),
         ("statistics/topk_triton.py", "at_target", "common + state[0]", "common"),
+        ("search/topk.py", "topk_log_probs", "torch.cat([rest, others], 1)", "rest"),
+        ("search/topk.py", "topk_log_probs", "torch.cat([others, values.where(cut, -torch.inf)], 1)", "others"),
+        ("search/topk.py", "topk_log_probs", "keys[:, k:] == NO_KEY", "False"),
+        ("search/topk.py", "_local_keys", "z.scatter(1, largest.indices, -torch.inf)", "z"),
         ("search/topk.py", "topk_log_probs", "_sums_before(log_probs.double().exp()) >= top_p", "log_probs > 2"),
     ],
     "test_policy test_kl test_policy_extremes test_policy_inputs test_policy_metrics test_rollout test_sequences test_preference": [
@@ -766,6 +775,7 @@ GROUPS = {
         ("integrations/megatron/postprocess.py", "hidden_in_place_of_logits.forward", "taken.hidden, taken.weight = hidden, weight", "taken.hidden, taken.weight = hidden, None"),
     ],
     "test_aliases": [
+        ("spec/aliases.py", "refuse_keywords", "keyword in KEYWORDS.get(record, ())", "False"),
         ("spec/aliases.py", "synonym", "x.ours in names", "True"),
         ("spec/aliases.py", "hint", "alias.ours in names", "True"),
         ("spec/aliases.py", "refuse_keywords", "keyword in KEYWORDS.get(place, ())", "False"),
@@ -841,6 +851,7 @@ GROUPS = {
         ("losses/sequence_policy.py", "gmpo", "logs=True", "logs=False"),
     ],
     "test_spec": [
+        ("spec/tensor_line.py", "TensorLine._shape_hint", "2 * after + 1", "1"),
         ("spec/lines.py", "NumberLine.check", "not isinstance(value, int)", "False"),
         ("spec/lines.py", "NumberLine.check", "self.in_fp32 and FP32_MAX < abs(value) < math.inf", "False"),
         ("spec/tensor_line.py", "TensorLine.check", "expect_dense(name, x)", "pass"),

@@ -217,6 +217,10 @@ CASES = {
     "bounds of its own": ("statistics", None, lambda c: bounds(c.shard.start, V)(c), "ValueError", "alike"),
     "another term's weight": ("head", None, lambda c: c.rewrite(terms=[hl.CrossEntropy(0.5)]), "ValueError", "weight"),
     "another term": ("head", None, lambda c: c.rewrite(terms=[hl.Entropy(1.0)]), "ValueError", "terms.0.name"),
+    "another argument of a term": (
+        "head", shared_inputs,
+        lambda c: c.rewrite(terms=[c.terms[0], hl.Distillation(1.0, "forward_kl", temperature_squared=True)]),
+        "ValueError", "terms.1.function of 'forward_kl'"),
     "another reduction": ("head", None, lambda c: c.keywords.update(reduction="sum"), "ValueError", "reduction"),
     "an input of other values": (
         "head", shared_inputs, lambda c: c.inputs.update(advantages=-c.inputs["advantages"]),

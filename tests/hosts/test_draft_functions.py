@@ -316,6 +316,39 @@ def test_probabilities_whose_sum_is_above_1_by_rounding():
     assert x.grad.isfinite().all() and x.grad.any()
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda p: 100 * p,
+        lambda p: p.log(),
+        lambda p: p.log() + 9,
+        lambda p: 1.02 * p / p.sum(-1, True),
+    ],
+    ids=["per cent", "log-probs", "logits", "a larger sum"],
+)
+def test_what_is_no_probability_has_no_acceptance_rate(wrong):
+    for rate in specforge.compute_acceptance_rate(
+        logits=torch.zeros(1, 1, 2),
+        target_probs=wrong(torch.tensor([[[0.6, 0.3]]])),
+        position_mask=torch.ones(1, 1, 1),
+    ):
+        assert rate.isnan()
+
+
+def test_a_loss_is_the_mean_of_its_sequences_means():
+    """speculators' normalisation: a token of a short sequence counts more."""
+    generator = torch.Generator().manual_seed(4)
+    draft, target = torch.randn(2, 3, 6, 5, generator=generator)
+    mask = torch.ones(3, 6)
+    mask[0, 2:] = 0
+    mask[1] = 0
+    loss, _ = speculators.compute_metrics(draft, target, mask, None, 0, 1.0)
+    kl = F.kl_div(draft.log_softmax(-1), target.log_softmax(-1), log_target=True, reduction="none")
+    per_sequence = (kl.sum(-1) * mask).sum(1) / (mask.sum(1) + 1e-5)
+    torch.testing.assert_close(loss, per_sequence.mean(), rtol=1e-5, atol=1e-6)
+    assert per_sequence[1] == 0
+
+
 LOGITS, ONE = torch.zeros(1, 2, 4), torch.ones(1, 2, 1)
 TARGET = {"hidden": torch.ones(1, 2, 3), "lm_head_weight": torch.ones(4, 3), "length": 1}
 

@@ -134,11 +134,12 @@ def test_the_file_holds_the_teachers_likeliest_ids(teacher, alone, tmp_path, mon
     out, _ = alone
     distil(teacher, tmp_path, "--k", 5, "--runs", "offline")
     file, whole = np.load(tmp_path / "teacher/topk.npy"), np.load(out / "teacher/topk.npy")
-    assert file.dtype == [("ids", "<i4", (5,)), ("log_probs", "<f2", (5,))] and file.shape == (
-        STEPS,
-        BATCH,
-        32,
-    )
+    assert file.shape == (STEPS, BATCH, 32)
+    assert file.dtype == [
+        ("ids", "<i4", (5,)),
+        ("log_probs", "<f2", (5,)),
+        ("tail_log_prob", "<f4"),
+    ]
     assert all(np.array_equal(file[name], whole[name][..., :5]) for name in ("ids", "log_probs"))
 
     monkeypatch.syspath_prepend(str(ROOT / "launch"))
@@ -163,3 +164,6 @@ def test_the_file_holds_the_teachers_likeliest_ids(teacher, alone, tmp_path, mon
         )
         for expected in (log_p.gather(-1, ids.long()), log_p.topk(5).values):
             torch.testing.assert_close(log_probs.double(), expected, rtol=2**-11, atol=1e-5)
+        others = log_p.scatter(-1, ids.long(), -torch.inf).logsumexp(-1)
+        tail = torch.from_numpy(file[step]["tail_log_prob"].copy())
+        torch.testing.assert_close(tail.double(), others, rtol=1e-5, atol=1e-5)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from collectives import counted_collectives
 from linear_problem import BOTH, H, Largest, N, V, joined, relative, small_blocks, tensors
@@ -292,6 +293,29 @@ def test_a_draft_vocabulary_takes_the_rows_of_its_ids(
         assert not needs_gradient
 
 
+def rows_of_another_group(group, device, of_teacher, of_student):
+    """Rows of a teacher on groups of `of_teacher` ranks for a student on groups of `of_student`."""
+    rank, size = group.rank(), group.size()
+
+    def shard_over(count, padded_size):
+        ranks = [list(range(first, first + count)) for first in range(0, size, count)]
+        own = [dist.new_group(part) for part in ranks][rank // count]
+        return hl.VocabShard.from_group(own, TRUE_V, padded_size)
+
+    whole = torch.arange(2.0 * V, device=device).view(V, 2)
+    its_shard, shard = shard_over(of_teacher, V), shard_over(of_student, TRUE_V + 9)
+    rows = whole[its_shard.start : its_shard.stop]
+    every_id = torch.arange(TRUE_V, device=device)
+    found = hl.select_rows(rows, every_id, shard=its_shard, to=shard)
+    expected = F.pad(whole[:TRUE_V], (0, 0, 0, 9))[shard.start : shard.stop]
+    return torch.equal(found, expected), its_shard.world_size, shard.world_size
+
+
+@pytest.mark.parametrize("sizes", [(4, 2), (2, 4), (4, 1), (1, 4)], ids=str)
+def test_rows_of_a_teacher_on_more_or_fewer_ranks_are_cut_as_the_students(sizes):
+    assert on_ranks(4, rows_of_another_group, *sizes) == [(True, *sizes)] * 4
+
+
 def bad_selection(group, device, wrong):
     """The error of a call whose argument is wrong on rank 1 alone, or on all."""
     shard = hl.VocabShard.from_group(group, V)
@@ -328,7 +352,7 @@ def bad_selection(group, device, wrong):
         ),
         (
             "shard",
-            "must shard the 50 ids over the group of the weight's shard, got a shard of 49 ids",
+            "must shard the 50 ids, got a shard of 49",
         ),
     ],
 )

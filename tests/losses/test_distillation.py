@@ -183,6 +183,27 @@ def test_what_cannot_work_is_refused():
         hl.HeadLoss(metrics=want)(x, torch.zeros(3, dtype=torch.long))
 
 
+@pytest.mark.parametrize("linear", [False, True], ids=["logits", "head"])
+def test_a_student_in_the_place_of_its_teacher_is_refused(linear):
+    """torch's error would come from the backward: an element without a grad_fn."""
+    x, weight, labels = torch.randn(3, 8), torch.randn(8, 8), torch.zeros(3, dtype=torch.long)
+    head = hl.HeadLoss([hl.Distillation()])
+    call = (
+        (lambda z, **given: head.linear(z, weight, labels, **given))
+        if linear
+        else (lambda z, **given: head(z, labels, **given))
+    )
+    trained = x.clone().requires_grad_()
+    for teacher in (hl.Teacher(trained), *[hl.TeacherHead(trained, weight)] * linear):
+        given = {"inputs": {"teacher": teacher}}
+        with pytest.raises(ValueError, match=r"are they swapped\? .* Teacher\(logits.detach\(\)\)"):
+            call(x, **given)
+        with torch.no_grad():
+            call(x, **given)
+        call(trained, **given).loss.backward()
+        assert trained.grad is not None
+
+
 @pytest.mark.parametrize(
     "made",
     [

@@ -18,17 +18,22 @@ from tp_headloss import (
     Distillation,
     HeadLoss,
     KLToReference,
+    Linear,
     Options,
     PolicyGradient,
     SamplingRule,
     Sequences,
     Term,
+    TopKDistillation,
     Transform,
     ZLoss,
+    kept_ids,
+    linear_vocab_statistics,
     losses,
     register_statistic,
     sample,
     statistics,
+    topk_log_probs,
     vocab_statistics,
 )
 from tp_headloss.spec import OneOf, lines_within
@@ -263,6 +268,10 @@ MESSAGES = {
         lambda: [register_statistic(Own()) for _ in range(2)],
         "['own'] are taken: in one process, register a family once, and start another to change it",
     ),
+    "a teacher of temperature 0": (
+        lambda: tp_headloss.Teacher(LOGITS, temperature=0),
+        "teacher.temperature must be positive and finite in fp32, got 0: for 0, where one id",
+    ),
     "a set of metrics": (lambda: HeadLoss(metrics={"rank"}), "got set: write a list"),
 }
 
@@ -315,6 +324,52 @@ def test_an_argument_in_the_wrong_place_is_refused_with_its_place(name, place):
         assert any(f": write {text}" in str(error.value) for text in written), (
             error.value,
             written,
+        )
+
+
+RECORDS = {
+    "transform": (Transform, (sample, kept_ids, topk_log_probs, vocab_statistics, MADE.linear)),
+    "rule": (SamplingRule, (sample, kept_ids)),
+    "options": (Options, (sample, kept_ids, topk_log_probs, vocab_statistics, HeadLoss)),
+    "linear": (Linear, (linear_vocab_statistics, MADE.linear)),
+}
+
+
+@pytest.mark.parametrize("parameter", RECORDS)
+def test_an_argument_of_a_record_is_refused_with_the_record(parameter):
+    """Every argument of it, to functions that take it and no argument of that name."""
+    record, functions = RECORDS[parameter]
+    for function in functions:
+        own = lines_within(function)
+        assert parameter in own
+        for keyword in set(lines_within(record)) - set(own):
+            said = rf"argument '{keyword}': write .*{record.__name__}\(|{keyword}': write HeadLoss"
+            with pytest.raises(TypeError, match=said):
+                function(**{keyword: None})
+
+
+@pytest.mark.parametrize("name", ["Teacher", "TopKTeacher", "TeacherHead", "Transform"])
+def test_arguments_of_a_teacher_and_of_its_term_are_not_confused(name):
+    """Each record's own numbers, given to the terms and to the other records."""
+    terms = Distillation, TopKDistillation
+    record = getattr(tp_headloss, name)
+    tensors = {"logits", "ids", "log_probs", "mask", "tail_log_prob", "hidden", "weight", "bias"}
+    numbers = set(lines_within(record)) - tensors - {"transform", "renormalize"}
+    for term in terms:
+        for keyword in numbers - {"scale", "softcap"}:
+            with pytest.raises(TypeError, match=f"argument '{keyword}': write .*Teacher"):
+                term(**{keyword: 2.0})
+    others = ("T",) if name == "Transform" else ("T", "divergence", "temperature_squared")
+    for other in others:
+        with pytest.raises(TypeError, match=f"argument '{other}': write "):
+            record(**{other: 2.0})
+
+
+def test_a_sample_in_the_place_of_its_log_probs_is_refused_with_them():
+    drawn = sample(LOGITS, positions=LABELS, seed=0)
+    with pytest.raises(TypeError, match=r"got Sample: pass its \.full_log_probs"):
+        HeadLoss(PolicyGradient())(
+            LOGITS, LABELS, inputs={"advantages": LOGITS[..., 0], "old_log_prob": drawn}
         )
 
 

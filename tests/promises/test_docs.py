@@ -88,6 +88,47 @@ def test_every_python_block_runs_and_prints_what_the_page_says(page):
             assert said.getvalue() == block.output
 
 
+WITH_GROUP = [page for page in IN_ORDER if re.search("^group = None", page.read_text(), re.M)]
+
+
+def replicated_tensors(value, widths: set[int]) -> list[torch.Tensor]:
+    """The tensors of a value, or of its fields, that have no dimension of a shard's width."""
+    if isinstance(value, (tuple, list)):
+        return [x for part in value for x in replicated_tensors(part, widths)]
+    if isinstance(value, tp_headloss.HeadLossOutput):
+        value = value.loss
+    known = isinstance(value, torch.Tensor) and not widths & {*value.shape}
+    return [value.detach()] if known else []
+
+
+def run_page_of_a_group(group, device, page):
+    """All blocks of a page with the group in the place of its placeholder -> replicated tensors."""
+    torch.manual_seed(dist.get_rank(group))  # what a page does not seed differs between ranks
+    scope = {"group": group}
+    for block in blocks(page):
+        if not block.kind:
+            code = re.sub("^group = None.*$", "", block.code, flags=re.M)
+            with contextlib.redirect_stdout(io.StringIO()):
+                exec(compile(code, str(page), "exec"), scope)
+    shards = [x for x in scope.values() if isinstance(x, VocabShard) and x.world_size > 1]
+    assert shards
+    widths = {shard.width for shard in shards}
+    return {name: replicated_tensors(value, widths) for name, value in scope.items()}
+
+
+@pytest.mark.parametrize("page", WITH_GROUP, ids=name_of)
+def test_a_page_with_a_group_has_equal_numbers_on_all_its_ranks(page):
+    if torch.cuda.is_available():
+        pytest.skip("they make their tensors on CPU")
+    first, second = on_ranks(2, run_page_of_a_group, page)
+    names = [name for name, tensors in first.items() if tensors]
+    assert names
+    for name in names:
+        for ours, theirs in zip(first[name], second[name], strict=True):
+            assert torch.equal(ours, theirs), name
+            assert name != "out" or ours.isfinite().all()
+
+
 def run_blocks_on_ranks(group, device, page):
     for block in blocks(page):
         if block.kind == "ranks":

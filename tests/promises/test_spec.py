@@ -1,6 +1,7 @@
 """Every argument of a checked function has a line, and what the line rules out is refused by the
 argument's name."""
 
+import ast
 import contextlib
 import importlib
 import inspect
@@ -14,6 +15,25 @@ from lines import OF_OTHERS, right, wrong
 from right_calls import CHECKED, HOSTS, MEANT, arguments_of
 
 import tp_headloss as hl
+from tp_headloss.spec import TensorLine
+
+
+@pytest.mark.parametrize(
+    ("shape", "sharded"), [(("..", "width"), -1), (("width", "H"), 0), (("width",), 0)]
+)
+def test_a_part_without_padding_is_refused_with_the_line_that_pads_it(shape, sharded):
+    """The last rank's part of a vocabulary that is padded for the student alone."""
+    line = TensorLine("floating point", shape, sharded=sharded)
+    sizes = {"..": ((2, 3), "logits"), "width": (12, "logits"), "H": (5, "hidden")}
+    full = [n for symbol in shape for n in ((2, 3) if symbol == ".." else (sizes[symbol][0],))]
+    for width in (9, 0):
+        part = torch.ones(full).narrow(sharded, 0, width)
+        with pytest.raises(ValueError, match=rf"got .*{width}.*padding\? Pass F.pad") as error:
+            line.check("teacher.logits", part, dict(sizes))
+        pad = ast.literal_eval(re.search(r"F\.pad\(\.\., (\(.*?\))\)", str(error.value))[1])
+        padded = torch.nn.functional.pad(part, pad)
+        line.check("teacher.logits", padded, dict(sizes))
+        assert padded.sum() == part.sum()
 
 
 def test_every_loss_has_lines():

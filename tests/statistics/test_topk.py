@@ -26,7 +26,8 @@ def expected(x, k, temperature=1.0):
     """By a stable sort, whose equal elements keep their order."""
     log_p = (x.double() / temperature).log_softmax(-1)
     order = (x + 0.0).sort(dim=-1, descending=True, stable=True).indices[:, :k]
-    return order, log_p.gather(1, order), (x.double() / temperature).logsumexp(-1)
+    tail = log_p.scatter(1, order, -torch.inf).logsumexp(-1)
+    return order, log_p.gather(1, order), (x.double() / temperature).logsumexp(-1), tail
 
 
 def topk_run(group, device, k, dtype, boundaries=None, **options):
@@ -43,24 +44,28 @@ def topk_run(group, device, k, dtype, boundaries=None, **options):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_the_top_k_of_all_shards_equals_a_stable_sort(world_size, dtype, k):
-    ids, log_probs, lse = expected(rows().to(dtype).float(), k)
-    for our_ids, ours, our_lse, collectives in on_ranks(world_size, topk_run, k, dtype):
+    ids, log_probs, lse, tail = expected(rows().to(dtype).float(), k)
+    for our_ids, ours, our_lse, our_tail, collectives in on_ranks(world_size, topk_run, k, dtype):
         assert torch.equal(our_ids, ids) and collectives == int(world_size > 1)
         torch.testing.assert_close(ours.double(), log_probs, rtol=1e-6, atol=2e-6)
         torch.testing.assert_close(our_lse.double(), lse, rtol=1e-6, atol=1e-6)
-        assert (ours <= 0).all()
+        torch.testing.assert_close(our_tail.double(), tail, rtol=1e-6, atol=2e-6)
+        assert (ours <= 0).all() and (our_tail <= 0).all() and our_tail.dtype == torch.float32
 
 
 def test_uneven_and_empty_shards():
-    ids, log_probs, _ = expected(rows(), K)
-    for our_ids, ours, _, _ in on_ranks(4, topk_run, K, torch.float32, [0, 5, 5, 149, 200]):
+    ids, log_probs, _, tail = expected(rows(), K)
+    for our_ids, ours, _, our_tail, _ in on_ranks(
+        4, topk_run, K, torch.float32, [0, 5, 5, 149, 200]
+    ):
         assert torch.equal(our_ids, ids)
         torch.testing.assert_close(ours.double(), log_probs, rtol=1e-6, atol=2e-6)
+        torch.testing.assert_close(our_tail.double(), tail, rtol=1e-6, atol=2e-6)
 
 
 def test_the_nucleus_keeps_what_it_needs_in_compact_types():
     x = rows()
-    ids, log_probs, _ = expected(x, K)
+    ids, log_probs, _, tail = expected(x, K)
     before = log_probs.exp().cumsum(1) - log_probs.exp()
     keep = before < 0.6
     out = topk_log_probs(x, K, top_p=0.6, dtype=torch.float16, ids_dtype=torch.int32)
@@ -73,6 +78,9 @@ def test_the_nucleus_keeps_what_it_needs_in_compact_types():
     torch.testing.assert_close(
         out.log_probs.double(), torch.where(keep, log_probs, -torch.inf), rtol=1e-3, atol=1e-3
     )
+    cut = log_probs.masked_fill(keep, -torch.inf)
+    tail = torch.cat([cut, tail[:, None]], 1).logsumexp(1)
+    torch.testing.assert_close(out.tail_log_prob.double(), tail, rtol=1e-6, atol=2e-6)
 
 
 def test_transformations_layouts_and_blocks(monkeypatch, device):
@@ -116,11 +124,13 @@ def test_hidden_states_and_a_weight_are_as_good_as_logits(world_size, monkeypatc
     from tp_headloss.search import topk
 
     monkeypatch.setattr(topk, "BLOCK_ELEMENTS", 3 * 256)  # several blocks, at one rank
-    for ids, log_probs, lse, z, collectives in on_ranks(world_size, hidden_run):
+    for ids, log_probs, lse, tail, z, collectives in on_ranks(world_size, hidden_run):
         values, want = z.double().log_softmax(-1).topk(7)
         assert torch.equal(ids, want) and collectives == int(world_size > 1)
         torch.testing.assert_close(log_probs.double(), values, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(lse.double(), z.double().logsumexp(-1), rtol=1e-5, atol=1e-5)
+        others = z.double().log_softmax(-1).scatter(-1, want, -torch.inf).logsumexp(-1)
+        torch.testing.assert_close(tail.double(), others, rtol=1e-5, atol=1e-5)
     assert topk_log_probs(torch.ones(4), 2, weight=torch.eye(4)).lse.shape == ()
     with pytest.raises(ValueError, match=r"weight must have shape \[8, 4\] of .*, got \[8, 5\]"):
         topk_log_probs(torch.ones(3, 4), 2, weight=torch.ones(8, 5))
@@ -130,6 +140,7 @@ def test_bad_rows_are_nan_and_bad_arguments_refused():
     x = rows()
     x[0, 3], x[5, 2] = torch.nan, torch.inf
     out = topk_log_probs(x, 3)
+    assert out.tail_log_prob.isnan().tolist() == [True, *[False] * 4, True]
     assert out.log_probs[[0, 5]].isnan().all() and out.log_probs[1:5].isfinite().all()
     with pytest.raises(TypeError, match="ids_dtype must be int64 or int32"):
         topk_log_probs(x, 3, ids_dtype=torch.int16)
@@ -144,4 +155,4 @@ def no_tokens_run(group, device):
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_no_tokens_have_no_entries(world_size):
-    assert on_ranks(world_size, no_tokens_run) == [[[0, 3], [0, 3], [0]]] * world_size
+    assert on_ranks(world_size, no_tokens_run) == [[[0, 3], [0, 3], [0], [0]]] * world_size

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import torch
 
-from ..spec import Bias, OpenShare, Temperature, TensorLine, TokenValues, checked
+from ..spec import Bias, OpenShare, TeacherTemperature, TensorLine, TokenValues, checked
 from ..spec.checks import expect_number
 from .options import NO_TRANSFORM, Transform
 
@@ -35,12 +35,17 @@ class _Tempered:
 class Teacher(_Tempered):
     """A teacher for distillation: logits of the same shard, compared at temperatures of their own.
 
+    What is replicated must be equal on all ranks of the group, else results are undefined:
+    ``Options(validate="full")`` finds it.
+
     Args:
-        logits: sharded like the student's, fp32, bf16 or fp16 (float64 if the student's are), never
-            differentiated; log-probs are logits, too, and of probabilities their log() is. Columns
-            at or beyond the shard's ``vocab_size`` take no part: a teacher of more ids is compared
-            on the common ones, if that is the vocab_size and its logits are cut alike.
-        temperature: of the teacher, or one per token [..].
+        logits: sharded like the student's, fp32, bf16 or fp16, or float64 where the student's
+            are, never differentiated; log-probs are logits, too, and of probabilities their log() is. The
+            backward reads them again: leave their memory as it is until then. Columns at or beyond
+            the shard's ``vocab_size`` take no part: a teacher of more ids is compared on the common
+            ones, if that is the vocab_size and its logits are cut alike.
+        temperature: of the teacher, or one per token [..]. A token whose temperature in a tensor is
+            not positive has a divergence of NaN.
         student_temperature: divides the student's logits (with bias, scale and softcap, whatever
             ``Transform.temperature`` is); None: the same as the teacher's.
         beta: the teacher's share of the Jensen-Shannon mixture; at its ends use forward_kl or
@@ -56,8 +61,8 @@ class Teacher(_Tempered):
 
     of_tensor = ": write Teacher(logits)"
     logits: Annotated[torch.Tensor, LOGITS]
-    temperature: Temperature = 1.0
-    student_temperature: Temperature | None = None
+    temperature: TeacherTemperature = 1.0
+    student_temperature: TeacherTemperature | None = None
     beta: OpenShare = 0.5
 
 
@@ -65,6 +70,11 @@ class Teacher(_Tempered):
 @dataclass(frozen=True, eq=False)  # tensors have no one truth
 class TopKTeacher(_Tempered):
     """A teacher of which only some ids per token are known, as `topk_log_probs` exports them.
+
+    All of it must be equal on all ranks of the group, else results are undefined:
+    ``Options(validate="full")`` finds it. Log-probs are natural logarithms of probabilities, at
+    most 0. Logits, probabilities or a wrong sign in their place give wrong numbers without an
+    error, unless ``Options(check=True)`` looks at the values.
 
     An entry with a negative id, a log-prob of -inf, or False in ``mask`` does not count; entries of
     the same id add up; an id at or beyond the vocabulary makes its token's distillation NaN (mask
@@ -74,10 +84,12 @@ class TopKTeacher(_Tempered):
         ids: global, replicated, in any order.
         log_probs: fp32, bf16 or fp16 (float64 if the student's logits are).
         mask: None for all entries.
-        tail_log_prob: log-prob of everything else, for losses that know a tail; None: of 1 - the
-            entries' probability, which is as exact as their log-probs are (give it, if they are of
-            half precision and nearly everything). In `TopKDistillation` a computed tail of at most
-            1e-6 is 0, and in its reverse KL 1e-6.
+        tail_log_prob: log-prob of everything else, for losses that know a tail, such as the
+            ``tail_log_prob`` of `topk_log_probs`. None: of 1 - the entries' probability, which is
+            rounding if they are nearly everything, and in half precision long before that: without
+            it, losses of a confident teacher are wrong by some per cent with float16 log-probs, and
+            by half with bfloat16. In `TopKDistillation` a computed tail of at most 1e-6 is 0, and in
+            its reverse KL 1e-6.
         temperature: of the teacher: log_probs / temperature, renormalised; 1 if they were exported
             at a temperature.
         student_temperature: as in `Teacher`.
@@ -96,8 +108,8 @@ class TopKTeacher(_Tempered):
     log_probs: Annotated[torch.Tensor, TensorLine("floating point", ENTRIES)]
     mask: Annotated[torch.Tensor, TensorLine("bool", ENTRIES)] | None = None
     tail_log_prob: TokenValues | None = None
-    temperature: Temperature = 1.0
-    student_temperature: Temperature | None = None
+    temperature: TeacherTemperature = 1.0
+    student_temperature: TeacherTemperature | None = None
     renormalize: bool = True
     beta: OpenShare = 0.5
 
@@ -109,7 +121,9 @@ class TeacherHead(_Tempered):
     never exist as a whole.
 
     For `HeadLoss.linear`, `linear_vocab_statistics` and `topk_log_probs`, which take it where they
-    take a `Teacher` or logits. Neither the hidden states nor the weight nor the bias get a
+    take a `Teacher` or logits. What is replicated must be equal on all ranks of the group, as for a
+    `Teacher`, and the backward reads hidden states and weight again: leave their memory as it is
+    until then. Neither the hidden states nor the weight nor the bias get a
     gradient, whether they require one or not.
 
     Logits have the operands' dtype, as torch.nn.functional.linear has it; with a bias or a softcap
@@ -124,7 +138,7 @@ class TeacherHead(_Tempered):
             ``Linear.hidden_grad="reduce_scatter"``, gathered then.
         weight: at the student's bounds, of the dtype of ``hidden`` (but for autocast), which need
             not be the student's. ``select_rows(rows, torch.arange(V), shard=its_shard, to=shard)``
-            lays out rows of other bounds or padding.
+            lays out rows of other bounds or padding, or of another group.
         transform: bias, scale (positive) and softcap of the teacher's logits; its temperature must
             be 1.
         temperature: as in `Teacher`.
@@ -140,8 +154,8 @@ class TeacherHead(_Tempered):
     weight: Annotated[torch.Tensor, TensorLine("floating point", ("width", "H_t"), sharded=0)]
     bias: Bias | None = None
     transform: Transform | None = None
-    temperature: Temperature = 1.0
-    student_temperature: Temperature | None = None
+    temperature: TeacherTemperature = 1.0
+    student_temperature: TeacherTemperature | None = None
     beta: OpenShare = 0.5
 
     @property

@@ -282,8 +282,10 @@ def _compare_with_first(first: dict, other: dict, rank: int):
         found, other_checksum = other.get(name, nothing)
         if expected != found or checksum != other_checksum:
             said = found if expected != found else "other values"
+            entry = ".".join(name.split(".")[:2])
+            of = f" of {first[f'{entry}.name'][0]}" if f"{entry}.name" in first else ""
             raise ValueError(
-                f"ranks must agree on {name}: rank 0 of the group has {expected}, got {said} on "
+                f"ranks must agree on {name}{of}: rank 0 of the group has {expected}, got {said} on "
                 f"rank {rank}"
             )
 

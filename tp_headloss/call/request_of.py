@@ -242,12 +242,15 @@ def _validate_teacher(given: Given):
     if not wanted or not set(wanted) <= set(served):
         raise ValueError(
             f"a {type(teacher).__name__} serves the statistics {served}, got {wanted} in want"
+            + ": Distillation takes a Teacher, TopKDistillation a TopKTeacher" * bool(wanted)
         )
     if isinstance(teacher, TopKTeacher):
         expect_as_student("teacher.log_probs", teacher.log_probs.dtype, given.logits.dtype)
         _validate_entries(teacher)
     else:
         expect_as_student("teacher.logits", teacher.logits.dtype, given.logits.dtype)
+        of_student = given.logits, given.hidden, given.weight, given.transform.bias
+        expect_not_swapped(teacher.logits, of_student)
         _validate_memory(given.logits, teacher.logits, given.options)
     temperature = given.transform.temperature
     _expect_ratio("temperature", temperature, teacher.temperature)
@@ -302,6 +305,20 @@ def expect_as_student(name: str, dtype: torch.dtype, student: torch.dtype):
     allowed = LOGITS_DTYPES + ((torch.float64,) if student == torch.float64 else ())
     if dtype not in allowed:
         raise TypeError(f"{name} must be one of {[str(d) for d in allowed]}, got {dtype}")
+
+
+def expect_not_swapped(of_teacher: torch.Tensor, of_student):
+    """Raise ValueError if a teacher's tensor requires a gradient and no tensor of its student does.
+
+    torch's own error would come from the backward, and name neither.
+    """
+    if not torch.is_grad_enabled() or not of_teacher.requires_grad:
+        return
+    if not any(x is not None and x.requires_grad for x in of_student):
+        raise ValueError(
+            "the teacher requires a gradient, which it never gets, and the student does not: are "
+            "they swapped? If not, detach the teacher's, Teacher(logits.detach())"
+        )
 
 
 def _validate_entries(teacher):

@@ -75,8 +75,9 @@ LARGEST_MASS = 1.01
 def check_entries(teacher: TopKTeacher, labels, ignore_index: int, vocab_size: int):
     """Raise ValueError with the first token, if any, whose entries cannot be a teacher's.
 
-    They cannot if one is at or beyond the vocabulary, or if their probabilities, with the tail's,
-    add up to more than 1, as those of logits in place of log-probs mostly do.
+    They cannot if one is at or beyond the vocabulary, if the tail's log-prob is above 0, or if
+    their probabilities, with the tail's, add up to more than 1, as those of logits in place of
+    log-probs mostly do.
 
     Rounding a log-prob l to a dtype changes its probability by a factor of up to 1 + eps * |l| / 2.
     """
@@ -89,11 +90,10 @@ def check_entries(teacher: TopKTeacher, labels, ignore_index: int, vocab_size: i
     changes = probs * log_probs.masked_fill(~known, 0.0).abs()
     rounding = torch.finfo(given.dtype).eps * changes.sum(1)
     mass = probs.sum(1)
-    if teacher.tail_log_prob is not None:
-        mass = mass + teacher.tail_log_prob.detach().reshape(-1).double().exp()
     valid = labels.reshape(-1) != ignore_index
+    largest = LARGEST_MASS + rounding.clamp(max=0.1)
     refuse_tokens(
-        valid & ~(mass <= LARGEST_MASS + rounding.clamp(max=0.1)),  # NaN is bad, too
+        valid & ~(mass <= largest),  # NaN is bad, too
         lambda token: (
             f"teacher.log_probs of token {token} (flat index) must be log-probs, of probabilities "
             f"that add up to at most 1, got {float(mass[token]):.6g} from "
@@ -101,6 +101,17 @@ def check_entries(teacher: TopKTeacher, labels, ignore_index: int, vocab_size: i
         ),
         "; are these logits?",
     )
+    if teacher.tail_log_prob is not None:
+        tail = teacher.tail_log_prob.detach().reshape(-1).double()
+        refuse_tokens(
+            valid & ~(mass + tail.exp() <= largest),
+            lambda token: (
+                f"teacher.tail_log_prob of token {token} (flat index) must be a log-prob, at most "
+                f"{float((1 - mass[token]).clamp(min=0).log()):.6g} beside entries whose "
+                f"probabilities add up to {float(mass[token]):.6g}, got {float(tail[token]):.6g}"
+            ),
+            "; is this a probability?",
+        )
 
 
 def check_ids(

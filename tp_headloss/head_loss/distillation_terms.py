@@ -27,7 +27,8 @@ def Distillation(
     temperatures.
 
     Args:
-        divergence: "forward_kl" = KL(teacher || student); "reverse_kl" = KL(student || teacher);
+        divergence: "forward_kl" = KL(teacher || student); "reverse_kl" = KL(student || teacher),
+            inf where the teacher's logits have -inf and the student's do not, as after top-k;
             "cross_entropy" to the teacher's probabilities, which is the forward KL plus a constant;
             "jsd" with the teacher's beta; "total_variation". The last two take a second, small
             collective.
@@ -114,7 +115,8 @@ def TopKDistillation(
         divergence: "forward_kl", "reverse_kl", or "jsd" with the teacher's beta and a second, small
             collective.
         support: the set over which the student is normalised: "topk", "vocabulary" or "tail", see
-            `losses.topk_forward_kl`; "tail" needs a teacher with renormalize=False.
+            `losses.topk_forward_kl`; "tail" needs a teacher with renormalize=False, and its
+            tail_log_prob unless log-probs are fp32 and the tail is large.
         outside_log_prob: log-prob of the teacher outside of its entries, for the reverse KL over
             the vocabulary alone; by default -100.
         temperature_squared: as in `Distillation`.

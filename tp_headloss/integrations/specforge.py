@@ -46,6 +46,8 @@ __all__ = [
     "compute_target_p_padded_from_hidden",
 ]
 
+LARGEST_MASS = 1.01  # sum of probabilities that were rounded before they came here
+
 Shard: TypeAlias = Annotated[VocabShard, "Of the draft's vocabulary; None: this rank has all of it"]
 DraftLogits: TypeAlias = Annotated[
     torch.Tensor, TensorLine("floating point", ("B", "S", "width"), sharded=-1), "Of the draft"
@@ -101,7 +103,9 @@ def compute_acceptance_rate(
     has a collective of the probabilities' sums, and the two of a total variation.
 
     Args:
-        target_probs: a sum above 1, of rounding, counts as 1.
+        target_probs: probabilities, not their logs, nor per cent. A sum of up to 1.01, of
+            rounding, counts as 1; with a larger one, or with logits or log-probs in their place,
+            both means are NaN.
         eps: least divisor of the means.
         reduce_fn: called with local_correct, a sum, and local_denom, its divisor; returns both summed
             over the ranks of other tokens. None: this rank has all tokens.
@@ -342,7 +346,8 @@ def _statistics_of_all_ids(logits, target_probs, shard) -> VocabStatistics:
     shard.expect_width("logits", logits.shape[-1], "columns")
     log_probs = target_probs.float().log()
     mass = sum_over_ranks(log_probs[..., : shard.valid_width].exp().sum(-1), shard.group)
-    others = (-mass.clamp(max=1)).log1p()
+    mass = torch.where(mass > LARGEST_MASS, torch.nan, mass.clamp(max=1))
+    others = (-mass).log1p()
 
     columns, joined = _with_column(logits, torch.full_like(others, -torch.inf), shard)
     teacher, _ = _with_column(log_probs, others, shard)

@@ -264,6 +264,10 @@ def compute_metrics(
     come from one pass over the drafts, besides one that finds the targets' likeliest ids. Metrics
     have speculators' names, and "accept_rate_<step>" besides, the acceptance rate.
 
+    A loss is normalised as in speculators, by sequence: the sum over its tokens by the mask, divided
+    by the mask's sum + 1e-5, and then the mean over the B sequences. So a token of a short sequence
+    counts more, and a sequence without tokens counts as one whose loss is 0.
+
     Args:
         logits: [B, S, V/P] logits of the draft sharded on V; with ``weight`` its hidden states
             [B, S, H], replicated.

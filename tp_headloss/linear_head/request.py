@@ -12,7 +12,7 @@ import torch
 from ..arguments.linear import Linear
 from ..arguments.teachers import TeacherHead
 from ..call.given import Given
-from ..call.request_of import build_request
+from ..call.request_of import build_request, expect_not_swapped
 from ..engine.request import Request, TeacherOperands, Tensors
 from ..ranks.compiler import constant_for_compile
 from ..ranks.shard import VocabShard
@@ -51,6 +51,7 @@ class LinearRequest(NamedTuple):
         logits = hidden.new_empty((), dtype=dtype).expand(*lead, given.shard.width)
         if isinstance(teacher, TeacherHead):
             expect_teacher_head(teacher, hidden, logits)
+            expect_not_swapped(teacher.hidden, (hidden, weight, given.transform.bias))
         given = given._replace(logits=logits, teacher=stand_in(teacher, logits))
         # the first valid tokens are kept
         is_in_order = is_scattered or linear.max_valid_tokens is not None

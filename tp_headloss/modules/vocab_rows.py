@@ -369,11 +369,12 @@ def select_rows(
     shard: VocabShard | None = None,
     to: VocabShard | None = None,
 ) -> torch.Tensor:
-    """Return the rows of some ids of a sharded vocabulary matrix, sharded over the same ranks.
+    """Return the rows of some ids of a sharded vocabulary matrix, sharded over the same ranks, or
+    over those of another group.
 
     For a draft model over a subset of the vocabulary (EAGLE-3), whose teacher is then the target
     model's head at these ids: ``TeacherHead(hidden, select_rows(weight, ids, shard=shard))``,
-    selected once from a frozen weight. All ranks of the group call it; the ids' rows travel to
+    selected once from a frozen weight. All ranks of both groups call it; the ids' rows travel to
     every rank, by blocks, and the arguments are compared between ranks.
 
     Args:
@@ -382,6 +383,8 @@ def select_rows(
             subset would count an id that is there twice twice.
         shard: of the weight. None: not sharded, or the DTensor's layout.
         to: of the subset, of V_d ids; by default ``VocabShard.from_group(shard.group, len(ids))``.
+            Its group may be another one, such as the student's, whose ranks are all in a group of
+            the weight's shard.
 
     Returns:
         [to.width, ..] new memory, without gradient; rows of padding are 0.
@@ -409,12 +412,8 @@ def select_rows(
         if not len(ids):
             raise ValueError("ids must be [V_d] with V_d > 0, got none")
         to = to or VocabShard.from_group(shard.group, len(ids))
-        if to.vocab_size != len(ids) or to.group is not shard.group:
-            other = "" if to.group is shard.group else " over another group"
-            raise ValueError(
-                f"`to` must shard the {len(ids)} ids over the group of the weight's shard, got a "
-                f"shard of {to.vocab_size} ids{other}"
-            )
+        if to.vocab_size != len(ids):
+            raise ValueError(f"`to` must shard the {len(ids)} ids, got a shard of {to.vocab_size}")
         if weight.is_meta or ids.is_meta:
             raise ValueError("weight and ids must have values, got tensors on meta")
         ids = ids.to(weight.device, torch.int64)

@@ -65,6 +65,12 @@ class Sample(NamedTuple):
     sets: IdSets | MaybeNone
 
 
+# in the place of log-probs; a NamedTuple has fields alone
+Sample.remedy = (  # type: ignore[attr-defined] # pyright: ignore
+    ": pass its .full_log_probs, or with over='sets' its .log_probs"
+)
+
+
 @uncompiled(SIZES_FROM_VALUES)
 @torch.no_grad()
 @described
@@ -92,13 +98,15 @@ def kept_ids(
     flat distributions, take all logits of their tokens, gathered 2^22 at a time and sorted.
 
     Args:
-        logits: as in `vocab_statistics`; hidden states [.., H] with a ``weight``; or a
-            `TeacherHead`, which has both.
+        logits: fp32, bf16 or fp16 (float64 with the torch backend), any leading shape and strides,
+            never written; hidden states [.., H] with a ``weight``; or a `TeacherHead`, which has
+            both.
         rule: `SamplingRule`, of numbers or of tensors [..] on the logits' device.
         weight: [width, H] of this rank; logits are made (as by torch.nn.functional.linear) by
             blocks of tokens.
-        shard, transform, options: as in `vocab_statistics`; the transform has the temperature, and
-            a weight's bias.
+        shard: as in `vocab_statistics`.
+        transform: as in `vocab_statistics`; it has the temperature, and a weight's bias.
+        options: as in `vocab_statistics`.
 
     Returns:
         `IdSets` of tokens [..], bounds in flat ids as those of `IdSets.from_csr`, on the logits'

@@ -51,16 +51,19 @@ class TopK(NamedTuple):
         ids: [.., K] global ids, -1 where the nucleus cut an entry.
         log_probs: [.., K], -inf where cut.
         lse: [..] fp32, log sum exp of the transformed logits over the whole vocabulary.
+        tail_log_prob: [..] fp32, log-prob of all other ids, those that the nucleus cut included:
+            their own sum, exact where 1 - the entries' is rounding; -inf if there are none.
 
     Examples:
         >>> top = topk_log_probs(torch.tensor([[0.0, 2.0, 1.0]]), 2)
-        >>> top.ids, top.log_probs.exp()
-        (tensor([[1, 2]]), tensor([[0.6652, 0.2447]]))
+        >>> top.ids, top.log_probs.exp(), top.tail_log_prob.exp()
+        (tensor([[1, 2]]), tensor([[0.6652, 0.2447]]), tensor([0.0900]))
     """
 
     ids: torch.Tensor
     log_probs: torch.Tensor
     lse: torch.Tensor
+    tail_log_prob: torch.Tensor
 
 
 # in the place of a teacher; a NamedTuple has fields alone
@@ -90,17 +93,23 @@ def topk_log_probs(
     differentiated, and blocks of 2^22 logits bound the memory. A token with NaN or +inf in its
     logits, or nothing above -inf, has NaN log-probs.
 
+    Every rank of the group calls it, with arguments that are equal where they are not sharded, else
+    results are undefined: ``Options(validate="full")`` finds it.
+
     Args:
-        logits: as in `vocab_statistics`; hidden states [.., H] with a ``weight``; or a
-            `TeacherHead`, which has both.
+        logits: fp32, bf16 or fp16 (float64 with the torch backend), any leading shape and strides,
+            never written; hidden states [.., H] with a ``weight``; or a `TeacherHead`, which has
+            both.
         k: entries per token, in [1, vocab_size].
         weight: [width, H] of this rank; logits are made (as by torch.nn.functional.linear) by
             blocks of tokens.
-        shard, transform, options: as in `vocab_statistics`; the bias of a weight belongs to the
-            transform.
+        shard: as in `vocab_statistics`.
+        transform: as in `vocab_statistics`; the bias of a weight belongs to it.
+        options: as in `vocab_statistics`.
         top_p: cut an entry if those before it already hold that much (the first stays), a nucleus
             of at most K.
-        dtype, ids_dtype: of what is returned, such as float16 and int32 for the disk.
+        dtype: of the log-probs, such as float16 for the disk; lse and tail are fp32.
+        ids_dtype: int64, or int32 for the disk.
 
     Raises:
         TypeError, ValueError: a k outside of [1, vocab_size], and the errors of `vocab_statistics`.
@@ -135,23 +144,26 @@ def topk_log_probs(
                 f"{dtype}"
             )
         if weight is None:
-            request, packets, keys = _local_top(states, k, shard, transform, options)
+            request, *parts = _local_top(states, k, shard, transform, options)
             order = request.order
         else:
-            request, packets, keys = _local_top_from_hidden(
-                states, weight, k, shard, transform, options
-            )
+            request, *parts = _local_top_from_hidden(states, weight, k, shard, transform, options)
             # blocks are of tokens in their logical order
             order = TokenOrder(states, inplace=False, alone=False)
-    lse, keys = _merge_ranks(packets, keys, request)
-    values, ids = decode_keys(keys.topk(k).values)
+    lse, keys, rest = _merge_ranks(request, *parts)
+    keys = keys.sort(dim=1, descending=True).values
+    values, ids = decode_keys(keys[:, :k])
     log_probs = (values - lse[:, None]).clamp(max=0)
+    others, _ = decode_keys(keys[:, k:])
+    others = others.masked_fill(keys[:, k:] == NO_KEY, -torch.inf)
     if top_p is not None:
         # never the first, before which there is exactly 0
         cut = _sums_before(log_probs.double().exp()) >= top_p
         ids = ids.masked_fill(cut, -1)
         log_probs = log_probs.masked_fill(cut, -torch.inf)
-    found = ids.to(ids_dtype), log_probs.to(dtype), lse
+        others = torch.cat([others, values.where(cut, -torch.inf)], 1)
+    tail = torch.cat([rest, others], 1).double().logsumexp(1) - lse
+    found = ids.to(ids_dtype), log_probs.to(dtype), lse, tail.clamp(max=0).float()
     return TopK(*map(order.unflatten, found))
 
 
@@ -215,28 +227,28 @@ def _sums_before(x: torch.Tensor) -> torch.Tensor:
     return sums
 
 
-def _merge_ranks(packets, keys, request) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge the ranks' packets [chunks, 2, N] and keys [N, k] -> lse [N] and the keys of all ranks
-    [N, P k]."""
+def _merge_ranks(request, packets, keys, rest) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Merge the ranks' packets [chunks, 2, N], keys [N, k] and rest [N] -> lse [N], the keys [N, P
+    k] and the rest [N, P] of all ranks."""
     (n_rows, k), shard = keys.shape, request.shard
-    # keys travel as the bits of two fp32 numbers each, beside the packets: one all-gather for both
-    sent = torch.cat([packets.flatten(), keys.view(torch.float32).flatten()])
-    received = gather_from_ranks(sent, shard.group)
-    packets, keys = received.split([packets.numel(), 2 * keys.numel()], 1)
+    # keys travel as the bits of two fp32 numbers each, beside the others: one all-gather for all
+    parts = packets.flatten(), keys.view(torch.float32).flatten(), rest
+    received = gather_from_ranks(torch.cat(parts), shard.group)
+    packets, keys, rest = received.split([part.numel() for part in parts], 1)
     packets = packets.reshape(request.facts.packets, 2, n_rows)
-    keys = keys.reshape(shard.world_size, n_rows, k, 2).view(torch.int64)
+    keys = keys.reshape(shard.world_size, n_rows, k, 2).contiguous().view(torch.int64)
     keys = keys.transpose(0, 1).reshape(n_rows, shard.world_size * k)
     shift, sums = eager.merged_sums(packets, request.layout)
     _merged, values, *_flags = eager.finish(shift, sums, request, torch.float32)
-    return values[0], keys
+    return values[0], keys, rest.t()
 
 
 def _local_top(logits, k, shard, transform, options):
-    """Return the request, this rank's packets [chunks, 2, N] and its keys [N, k]."""
+    """Return the request, this rank's packets [chunks, 2, N], its keys [N, k] and rest [N]."""
     given = Given(logits.detach(), shard=shard, transform=transform, options=options)
     request = build_request(given)
     packets = Transport().write(request).float()
-    return request, packets, _local_keys(request, k)
+    return request, packets, *_local_keys(request, k)
 
 
 def _local_top_from_hidden(hidden, weight, k, shard, transform, options):
@@ -247,18 +259,19 @@ def _local_top_from_hidden(hidden, weight, k, shard, transform, options):
     for _, logits, block_transform in token_blocks(hidden, weight, transform, step):
         request, *part = _local_top(logits, k, shard, block_transform, options)
         parts.append(part)
-    packets, keys = zip(*parts)
-    return request, torch.cat(packets, -1), torch.cat(keys)
+    packets, keys, rest = zip(*parts)
+    return request, torch.cat(packets, -1), torch.cat(keys), torch.cat(rest)
 
 
-def _local_keys(request, k):
+def _local_keys(request, k) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys [N, k] of this rank's largest logits: numbers that sort like (logit, -id), so that no
-    two are equal."""
+    two are equal. And the log sum exp [N] of its other logits, fp32."""
     logits, width = request.tensors.logits, request.facts.valid_width
     n_rows, device = len(logits), logits.device
     keys = torch.full((n_rows, k), NO_KEY, device=device)
+    rest = torch.full((n_rows,), -torch.inf, device=device, dtype=torch.float32)
     if width == 0 or n_rows == 0:
-        return keys
+        return keys, rest
     start = request.facts.start
     ids = torch.arange(start, start + width, device=device)
     step, local = max(1, BLOCK_ELEMENTS // width), min(k, width)
@@ -267,4 +280,5 @@ def _local_keys(request, k):
         z = transformed_logits(request, block).float()
         largest = keys_of(z, ids).topk(local)
         keys[block, :local] = largest.values
-    return keys
+        rest[block] = z.scatter(1, largest.indices, -torch.inf).logsumexp(1)
+    return keys, rest

@@ -91,6 +91,11 @@ Temperature: TypeAlias = (
     Annotated[float, NumberLine(TINY, 1 / TINY, "positive and finite in fp32", GREEDY)]
     | Annotated[torch.Tensor, TensorLine("real numbers", None, constant=True)]
 )
+ONE_ID = ": for 0, where one id has all probability, this id as a label of CrossEntropy"
+TeacherTemperature: TypeAlias = (
+    Annotated[float, NumberLine(TINY, 1 / TINY, "positive and finite in fp32", ONE_ID)]
+    | Annotated[torch.Tensor, TensorLine("real numbers", None, constant=True)]
+)
 Weight: TypeAlias = (
     Annotated[
         float, NumberLine(-FP32_MAX, FP32_MAX, "finite in fp32"), "Factor of the term in the loss"

@@ -19,7 +19,9 @@ MASK = "token_weight=mask, labels of -100, or for terms by sequence inputs={'seq
 CALLS = "HeadLoss.forward, HeadLoss.linear, vocab_statistics, linear_vocab_statistics, log_probs"
 KLS = "beta, kl_loss_coef, kl_coef, kl_coeff"
 BONUSES = "entropy_coeff, entropy_coef"
-MASKS = "mask, loss_mask, response_mask, completion_mask"
+MASKS = "mask, loss_mask, response_mask, completion_mask, attention_mask"
+SETS = "kept_ids, sampling_mask"
+RECORDS_OF_TEACHERS = "Teacher, TopKTeacher, TeacherHead"
 
 # names of the arguments of `checked` and `described` functions
 KEYWORDS: dict[str, Collection[str]] = {}
@@ -28,6 +30,13 @@ PLACES = {
     "HeadLoss": "HeadLoss(.., {}=..)",
     "HeadLoss.forward": "HeadLoss(..)(.., {}=..), an argument of the call",
     "HeadLoss.linear": "HeadLoss(..).linear(.., {}=..), an argument of the call",
+}
+# parameter -> the record that it takes, whose own arguments may be given in its place
+RECORDS = {
+    "transform": "Transform",
+    "rule": "SamplingRule",
+    "options": "Options",
+    "linear": "Linear",
 }
 # parts of a call of a loss, whose other parts take other arguments
 OF_CALLS = {"Term", "Metric", "CausalLMLoss", *PLACES}
@@ -177,11 +186,35 @@ WRITTEN = (
     Alias("ce_weight", "Liger", "CrossEntropy", "class_weight="),
     Alias("alpha", "Hinton", TEACHERS, "[CrossEntropy(1 - alpha), Distillation(alpha)]"),
     Alias(
-        "temperature",
+        "temperature, T",
         "many",
         TEACHERS,
         "Teacher(logits, temperature=T), and temperature_squared=True for T^2",
     ),
+    Alias("T", "Hinton", f"{RECORDS_OF_TEACHERS}, Transform", "temperature=T"),
+    Alias("beta, student_temperature", "ours", "Distillation", "Teacher(logits, {}=..)"),
+    Alias(
+        "beta, student_temperature",
+        "ours",
+        "TopKDistillation",
+        "TopKTeacher(ids, log_probs, {}=..)",
+    ),
+    Alias("beta, student_temperature", "ours", "Transform", "Teacher(logits, {}=..)"),
+    Alias("divergence, temperature_squared", "ours", "Teacher, TeacherHead", "Distillation({}=..)"),
+    Alias(
+        "divergence, support, temperature_squared",
+        "ours",
+        "TopKTeacher",
+        "TopKDistillation({}=..)",
+    ),
+    Alias(
+        "softcap, scale, bias",
+        "ours",
+        "Teacher",
+        "logits that have it already, or TeacherHead(.., transform=Transform({}=..))",
+    ),
+    Alias("softcap, scale", "ours", "TeacherHead", "transform=Transform({}=..)"),
+    Alias("top_k", "many", "topk_log_probs", "k="),
     Alias(
         "temperature",
         "vLLM",
@@ -207,8 +240,11 @@ WRITTEN = (
         "labels of -100 across documents, and for reductions by sequence "
         'inputs={"sequences": Sequences.from_cu_seqlens(..)}',
     ),
-    Alias(MASKS, "verl, TRL, Megatron", "input", MASK),
-    Alias(MASKS, "verl, TRL, Megatron", LOSSES, MASK),
+    Alias(MASKS, "verl, TRL, Megatron, Transformers", "input", MASK),
+    Alias(MASKS, "verl, TRL, Megatron, Transformers", LOSSES, MASK),
+    Alias(SETS, "ours, vLLM", "input", "'sets'"),
+    Alias(SETS, "ours, vLLM", LOSSES, 'inputs={"sets": IdSets(..)}'),
+    Alias(SETS, "ours, vLLM", "vocab_statistics, linear_vocab_statistics", "sets=IdSets(..)"),
     Alias("ref_log_prob, ref_per_token_logps", "verl, TRL", "input", "'reference_log_prob'"),
     Alias("old_log_probs, old_per_token_logps", "verl, TRL", "input", "'old_log_prob'"),
     Alias("num_items_in_batch", "Transformers", LOSSES, "denominator=num_items_in_batch"),
@@ -296,6 +332,9 @@ def refuse_keywords(function, unknown: Iterable[str], takes_others: bool):
             for place, text in PLACES.items():
                 if keyword in KEYWORDS.get(place, ()):
                     found.append(text.format(keyword))
+        for parameter, record in RECORDS.items():
+            if parameter in KEYWORDS[name] and keyword in KEYWORDS.get(record, ()):
+                found.append(f"{parameter}={record}({keyword}=..)")
         if found or not takes_others:
             said = f": write {found[0]}" if found else hint(keyword, KEYWORDS[name], "keyword")
             raise TypeError(f"{name}() got an unexpected keyword argument {keyword!r}{said}")

@@ -87,6 +87,8 @@ class TensorLine:
 
     def _object_hint(self, x) -> str:
         """Return what to pass in the place of an object that is no tensor."""
+        if said := getattr(type(x), "remedy", ""):
+            return said
         for part in ("weight", "log_prob"):
             if hasattr(x, part):
                 return f": pass its .{part}"
@@ -152,6 +154,11 @@ class TensorLine:
         if self.sharded is not None and as_many and x.shape[self.sharded] > expected[self.sharded]:
             place = "..., " * (self.sharded == -1)
             return f": of the whole vocabulary? Pass its [{place}shard.start:shard.stop]"
+        if self.sharded is not None and as_many and x.shape[self.sharded] < expected[self.sharded]:
+            missing = expected[self.sharded] - x.shape[self.sharded]
+            after = x.dim() - 1 - self.sharded % x.dim()  # dimensions that are not padded
+            pad = ", ".join(["0"] * (2 * after + 1) + [str(missing)])
+            return f": without the shard's padding? Pass F.pad(.., ({pad}))"
         if lead != expected or not lead:
             return ""
         sizes = ", ".join(map(str, lead))
