@@ -308,3 +308,26 @@ def test_check_names_a_trained_term_that_is_not_finite_where_a_token_is_ignored(
     loss_of(lambda s: function(trained.detach(), s), check=True)  # trains nothing
     loss_of(chosen, check=True).backward()
     assert trained.grad.isfinite() and trained.grad != 0
+
+
+def labelled(group, device, *of_ranks):
+    """Token 1 has another label on each rank: the error of each."""
+    problem = Problem(group, device)
+    problem.labels[1] = of_ranks[0 if group is None else group.rank()]
+    try:
+        problem.run("statistics")
+    except ValueError as error:
+        return str(error)
+
+
+# ids that no rank says are its own, of two ranks
+UNOWNED = [(V - 1, V + 5), (V - 1, -7), (V - 1, 1), (V + 5, 1), (-7, 1), (-100, 1), (V - 1, -100)]
+
+
+@pytest.mark.parametrize("labels", UNOWNED)
+def test_check_says_that_ranks_disagree_where_a_rank_has_a_good_label(labels):
+    """A label that nobody can own is called that on the rank alone that has it."""
+    for label, said in zip(labels, on_ranks(2, labelled, *labels)):
+        assert said.startswith("label of token 1 "), said
+        is_good = label == -100 or 0 <= label < V
+        assert ("which ranks do not agree on" in said) == is_good, said

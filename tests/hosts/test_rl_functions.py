@@ -2,12 +2,14 @@
 guide writes as a call, against float64."""
 
 import doctest
+import inspect
 from types import SimpleNamespace
 
 import pytest
 import torch
 from pages import marked_block
 from ranks import on_ranks
+from right_calls import HOSTS
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from trainer_problem import DTYPES, EVEN, PADDED, B, V, close, close_grads, cut, dtype_name
@@ -636,3 +638,16 @@ def refused(group, device, what):
 def test_context_parallel_calls_refused_by_name(what, names):
     for failure in on_ranks(2, refused, what, failures=True):
         assert failure.kind == "ValueError" and names in failure.message
+
+
+SIZED = [
+    f
+    for f, right in HOSTS.items()
+    if "vocab_size" in inspect.signature(f).parameters and "vocab_size" not in right
+]
+
+
+@pytest.mark.parametrize("function", SIZED, ids=lambda f: f"{f.__module__}.{f.__name__}")
+def test_one_ranks_columns_without_their_group_ask_for_it(function):
+    with pytest.raises(ValueError, match=r"Pass its group|give the process group that owns"):
+        function(**HOSTS[function], vocab_size=1000)

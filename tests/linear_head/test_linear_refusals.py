@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from linear_problem import H, N, V, a_teacher, small_blocks, tensors
+from ranks import on_ranks
 from torch.testing import assert_close
 
 import tp_headloss as hl
@@ -305,3 +306,43 @@ def test_a_call_is_that_of_a_fresh_head_whatever_was_called_before(way):
                 run(head, *states)
                 if other is not before:
                     assert run(head, *later) == run(fresh(), *later), (states, later)
+
+
+def scattered_whole(group, device):
+    """Hidden states of all tokens, where each rank has its part of them."""
+    shard = hl.VocabShard.from_group(group, V)
+    hidden, weight = torch.zeros(4, 6, H), torch.zeros(shard.width, H)
+    linear, labels = hl.Linear(hidden_grad="reduce_scatter"), torch.zeros(4, 6).long()
+    said = []
+    for call in (hl.HeadLoss().linear, hl.linear_vocab_statistics):
+        try:
+            call(hidden, weight, labels, shard=shard, linear=linear)
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_whole_hidden_states_for_a_reduce_scatter_are_said_to_be_gathered():
+    for said in on_ranks(2, scattered_whole):
+        assert len(said) == 2 and said[0] == said[1]
+        assert said[0] == (
+            "labels must have shape [8, 6] of hidden states, which hidden_grad='reduce_scatter' "
+            "gathers from 2 ranks (whole ones need 'all_reduce'), got [4, 6]"
+        )
+
+
+def without_a_gradient(group, device):
+    """Whether statistics require one: of arguments that do not, with and without torch.no_grad."""
+    shard = hl.VocabShard.from_group(group, V)
+    arguments = torch.zeros(4, H), torch.zeros(shard.width, H), torch.zeros(4).long()
+    found = []
+    for enabled in (True, False):
+        with torch.set_grad_enabled(enabled):
+            stats = hl.linear_vocab_statistics(*arguments, shard=shard)
+        found.append(stats.log_prob.requires_grad)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_under_no_grad_statistics_of_frozen_hidden_states_have_no_graph(world_size):
+    assert on_ranks(world_size, without_a_gradient) == [[world_size > 1, False]] * world_size

@@ -1,15 +1,21 @@
 """Losses as plain functions refuse shapes that mean something else, unknown names, and numbers out
 of range."""
 
+import inspect
+
 import pytest
 import torch
 
 from tp_headloss import (
     CISPO,
+    DAPO,
+    GRPO,
     Distillation,
     HeadLoss,
+    KLToReference,
     Linear,
     PolicyGradient,
+    SamplingRule,
     Sequences,
     Teacher,
     Term,
@@ -17,7 +23,12 @@ from tp_headloss import (
     Transform,
     VocabParallelHead,
     VocabShard,
+    kept_ids,
+    linear_vocab_statistics,
+    log_probs,
     losses,
+    sample,
+    topk_log_probs,
     vocab_statistics,
 )
 from tp_headloss.head_loss.policy_terms import OBJECTIVES
@@ -48,7 +59,9 @@ REFUSED = {
     "high at least 1 for convention='bound', got": lambda: losses.cispo(
         **OLD, clip=(0, 0.28), convention="bound"
     ),
-    "level='sequence' needs sequences": lambda: losses.icepop(ZEROS, ZEROS, level="sequence"),
+    "level='sequence' needs sequences": lambda: losses.icepop(
+        ZEROS, generator_log_prob=ZEROS, level="sequence"
+    ),
     "V must be at least 2, got 1": lambda: losses.smoothed_cross_entropy(
         STATS._replace(vocab_size=1), 0.1, "megatron"
     ),
@@ -67,6 +80,32 @@ def test_what_a_loss_cannot_mean_is_refused(words):
 def test_a_tail_is_given_where_it_is_needed(function):
     with pytest.raises(ValueError, match=r"support='tail' needs log_tail.* got None"):
         function(STATS, "tail")
+
+
+def test_a_kl_that_rewards_distance_is_refused():
+    for weight in (-0.1, -1, float("nan")):
+        with pytest.raises(ValueError, match=r"weight must be at least 0 .*rewards distance"):
+            KLToReference(weight)
+    KLToReference(0.0), KLToReference(torch.tensor(-0.1))  # values of tensors are not looked at
+
+
+def test_log_probs_per_token_after_the_first_are_given_by_name():
+    """Swapped, they would be taken silently. A difference is written in its order, and pairs of
+    completions are in the order of their papers."""
+    count = 0
+    for name in losses.__all__:
+        function = getattr(losses, name)
+        parameters = inspect.signature(function).parameters if callable(function) else {}
+        by_position = [
+            x
+            for x, parameter in parameters.items()
+            if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+            and getattr(function.lines[x], "kind", "") == "floating point"
+            and function.lines[x].shape == ("..",)
+        ]
+        assert len(by_position) < 2 or name == "log_ratio", (name, by_position)
+        count += bool(by_position)
+    assert count > 10
 
 
 CLIPPED = [name for name, (function, _) in OBJECTIVES.items() if "clip" in function.lines]
@@ -166,6 +205,74 @@ def test_an_error_names_what_to_write(words):
         REMEDIES[words]()
 
 
+PER_TOKEN = {
+    "temperature": lambda x: HeadLoss()(X, IDS, transform=Transform(temperature=x)),
+    "temperature of a sample": lambda x: sample(
+        X, seed=0, positions=IDS, transform=Transform(temperature=x)
+    ),
+    "temperature of hidden states": lambda x: HeadLoss().linear(
+        X, torch.zeros(4, 4), IDS, transform=Transform(temperature=x)
+    ),
+    "token_weight": lambda x: HeadLoss()(X, IDS, token_weight=x),
+    "old_log_prob": lambda x: DAPO()(X, IDS, inputs={"advantages": MASK, "old_log_prob": x}),
+    **{
+        name: lambda x, name=name: kept_ids(X, SamplingRule(**{name: x}))
+        for name in ("top_p", "min_p")
+    },
+    "top_k": lambda x: kept_ids(X, SamplingRule(top_k=x.long())),
+}
+
+
+@pytest.mark.parametrize("name", PER_TOKEN)
+def test_what_is_one_per_row_names_the_line_that_spreads_it(name):
+    for x in (torch.ones(B), torch.ones(S), torch.ones(1)):
+        with pytest.raises(ValueError, match=r"pass its .*expand\(2, 3\)") as error:
+            PER_TOKEN[name](x)
+        spread = str(error.value).rpartition("pass its ")[2]
+        PER_TOKEN[name](eval(f"x{spread}", {"x": x}))
+    with pytest.raises(ValueError, match=r"shape \[2, 3\]") as error:
+        PER_TOKEN[name](torch.ones(5))
+    assert "pass its" not in str(error.value)
+
+
+def test_what_is_one_per_packed_sequence_names_the_line_that_spreads_it():
+    x, labels = torch.zeros(1, 6, 4), torch.zeros(1, 6).long()
+    with pytest.raises(ValueError, match=r"packed sequence\? Pass its .repeat_interleave\(len"):
+        HeadLoss()(x, labels, transform=Transform(temperature=torch.ones(2)))
+
+
+@pytest.mark.parametrize("shape", [(B, S, 1), (B * S,), (B,), (S, B), ()])
+@pytest.mark.parametrize("way", ["logits", "hidden", "weighted"])
+def test_labels_of_other_tokens_are_named_before_what_is_compared_with_them(shape, way):
+    inputs = {"advantages": MASK, "old_log_prob": ZEROS, "sequences": Sequences.from_mask(MASK > 0)}
+    head, labels = GRPO(kl=0.1), torch.zeros(shape).long()
+    call, given, of = head, (X, labels), "logits"
+    if way == "hidden":
+        call, given, of = head.linear, (X, torch.zeros(4, 4), labels), "hidden states"
+    weight = MASK if way == "weighted" else None
+    with pytest.raises(ValueError, match=rf"^labels must have shape \[2, 3\] of {of}, got"):
+        call(*given, inputs=inputs | {"reference_log_prob": ZEROS}, token_weight=weight)
+
+
+def test_the_width_of_logits_is_named_before_labels_and_mentions_hidden_states():
+    for call in (log_probs, HeadLoss(), lambda x, _: sample(x, seed=0, positions=IDS, shard=SHARD)):
+        given = {} if not isinstance(call, HeadLoss) and call is not log_probs else {"shard": SHARD}
+        with pytest.raises(
+            ValueError, match=r"^logits must have the shard's 4 .*weight= of sample"
+        ):
+            call(torch.zeros(B, S, 3), IDS[..., None] if given else IDS, **given)
+
+
+def test_sequences_of_the_same_tokens_in_another_shape_name_the_remedy():
+    packed = Sequences.from_cu_seqlens(torch.tensor([0, 4, 6]), torch.ones(6) > 0)
+    x, labels = torch.zeros(1, 6, 4), torch.zeros(1, 6).long()
+    head = HeadLoss(reduction="seq-mean-token-mean")
+    with pytest.raises(ValueError, match=r"got \[6\]: make it of a mask in the labels' shape"):
+        head(x, labels, inputs={"sequences": packed})
+    packed = Sequences.from_cu_seqlens(torch.tensor([0, 4, 6]), labels != -100)
+    head(x, labels, inputs={"sequences": packed})
+
+
 def test_a_padded_size_below_the_vocabulary_is_never_advised():
     with pytest.raises(ValueError, match="got 2") as error:
         VocabShard(0, 10, 10).expect_width("logits", 2, "columns")
@@ -185,3 +292,40 @@ def test_bounds_without_a_mask_are_of_all_tokens():
         for mask in ((), (torch.ones(5, dtype=torch.bool),))
     )
     assert found.lengths.tolist() == [2, 3] and torch.equal(found.ids, whole.ids)
+
+
+RESULTS = {
+    "log_prob": lambda: log_probs(X, IDS),
+    "lse": lambda: vocab_statistics(X),
+    "ids": lambda: sample(X, seed=0, positions=IDS),
+    "ids, too": lambda: topk_log_probs(X, 2),
+}
+
+
+@pytest.mark.parametrize("field", RESULTS)
+def test_arithmetic_of_several_tensors_names_one_of_them(field):
+    found = RESULTS[field]()
+    for compute in (
+        lambda x: x + 1, lambda x: 1 + x, lambda x: 2 * x, lambda x: x * 2, lambda x: x - x,
+        lambda x: 1 - x, lambda x: x / 2, lambda x: 1 / x, lambda x: -x, lambda x: x + (1,),
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match=rf"such as \.{field.partition(',')[0]}$"):
+            compute(found)
+    assert found[:2] == found[:2] and len(tuple(found)) == len(found)  # it is a tuple
+
+
+def test_a_mean_that_is_not_there_names_those_that_are():
+    means = HeadLoss(metrics="entropy")(X, IDS).means()
+    with pytest.raises(KeyError, match=r"'clip_fraction', there are \['loss', .*'entropy'\].*Poli"):
+        means["clip_fraction"]
+    assert means.get("clip_fraction") is None and "clip_fraction" not in means
+
+
+def test_what_other_calls_take_is_named_by_those_that_do_not():
+    for call, keyword, words in (
+        (log_probs, "weight", r"write linear_vocab_statistics\(hidden, weight, labels, ..\).log_p"),
+        (linear_vocab_statistics, "differentiable", r"write with torch.no_grad\(\): around the"),
+        (sample, "temperature", r"write transform=Transform\(temperature=..\)"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            call(X, IDS, **{keyword: 1.0})

@@ -2,10 +2,11 @@
 
 import math
 
+import pytest
 import torch
 from policy_problem import B, S, problem
 
-from tp_headloss import HeadLoss, KLToReference, PolicyGradient, Sequences, losses
+from tp_headloss import HeadLoss, KLToReference, Options, PolicyGradient, Sequences, losses
 
 
 def test_rollout_weights_equal_loops():
@@ -24,18 +25,30 @@ def test_rollout_weights_equal_loops():
         return (weight >= low) & (weight <= high)
 
     cases = [
-        (losses.truncated_importance_weight(old, generator, bounds=(0.5, 1.5)), w.clamp(0.5, 1.5)),
-        (losses.truncated_importance_weight(old, generator), w.clamp(0, 2)),
         (
             losses.truncated_importance_weight(
-                old, generator, level="sequence", sequences=sequences, bounds=(0, 5)
+                old, generator_log_prob=generator, bounds=(0.5, 1.5)
+            ),
+            w.clamp(0.5, 1.5),
+        ),
+        (losses.truncated_importance_weight(old, generator_log_prob=generator), w.clamp(0, 2)),
+        (
+            losses.truncated_importance_weight(
+                old,
+                generator_log_prob=generator,
+                level="sequence",
+                sequences=sequences,
+                bounds=(0, 5),
             ),
             product.expand(B, S).clamp(0, 5),
         ),
-        (losses.icepop(old, generator, bounds=(0.6, 1.5)), w * within(w, 0.6, 1.5)),
+        (
+            losses.icepop(old, generator_log_prob=generator, bounds=(0.6, 1.5)),
+            w * within(w, 0.6, 1.5),
+        ),
         (
             losses.sequence_masked_importance_weight(
-                old, generator, sequences=sequences, bounds=(0.6, 3.0)
+                old, generator_log_prob=generator, sequences=sequences, bounds=(0.6, 3.0)
             ),
             w * within(geometric[:, None], 0.6, 3.0),  # the first stays
         ),
@@ -74,6 +87,17 @@ def test_a_rollout_mask_of_a_sequence_with_a_nan_is_nan():
     generator_log_prob = torch.zeros(2, 3)
     generator_log_prob[0, 1] = math.nan
     weight = losses.sequence_masked_importance_weight(
-        torch.zeros(2, 3), generator_log_prob, sequences=sequences
+        torch.zeros(2, 3), generator_log_prob=generator_log_prob, sequences=sequences
     )
     assert weight.isnan().tolist() == [[True] * 3, [False] * 3]
+
+
+def test_check_names_log_weights_in_the_place_of_rollout_weights():
+    head = HeadLoss([PolicyGradient(rollout_weight=True)], options=Options(check=True))
+    logits, labels = torch.zeros(1, 3, 4), torch.tensor([[0, -100, 1]])
+    zeros = torch.zeros(1, 3)
+    given = {"advantages": zeros, "old_log_prob": zeros - 1}
+    weight = torch.tensor([[0.0, -1.0, 0.5]])  # negative where it is ignored
+    head(logits, labels, inputs=given | {"rollout_weight": weight})
+    with pytest.raises(ValueError, match=r"'rollout_weight' of token 2 .* got -0.5; .*their exp"):
+        head(logits, labels, inputs=given | {"rollout_weight": torch.tensor([[0.0, 1.0, -0.5]])})

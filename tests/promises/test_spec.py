@@ -313,8 +313,6 @@ def test_there_are_constants_that_can_be_given_by_position():
         "dpo",
         "ipo",
         "kto",
-        "icepop",
-        "truncated_importance_weight",
         "times_temperature_squared",
     }
 

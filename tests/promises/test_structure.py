@@ -302,6 +302,9 @@ assert not torch.cuda.is_initialized()
 x = torch.randn(3, 10, requires_grad=True)
 tp_headloss.vocab_statistics(x, torch.tensor([1, 2, 3])).log_prob.sum().backward()
 assert x.grad is not None
+rule, draw = tp_headloss.SamplingRule(top_p=0.9), {'seed': 0, 'positions': torch.arange(3)}
+tp_headloss.kept_ids(x, rule), tp_headloss.sample(x, rule, **draw), tp_headloss.topk_log_probs(x, 2)
+assert 'torch._dynamo' not in sys.modules
 assert not {'tp_headloss.engine.kernels', 'tp_headloss.engine.triton'} & set(sys.modules)
 print('ok')
 """

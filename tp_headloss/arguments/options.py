@@ -90,7 +90,8 @@ class Options:
             makes its peers' results NaN, and their next call raises.
         check: raise a ValueError that names the first token with a bad label, set, given id or
             entry of a `TopKTeacher` (an unknown id, or log-probs whose probabilities add up to more
-            than 1, as those of logits do), or that names token, column, rank and count of a NaN (or
+            than 1, as those of logits do), an input of log-probs that holds probabilities, a rollout
+            weight below 0, as log-weights are, or that names token, column, rank and count of a NaN (or
             an infinity that makes one) in logits, hidden states, weight, bias, teacher, inputs or
             token weights, or the token of a temperature that is not positive or of logits that are
             all -inf, on every rank, after a host synchronisation.

@@ -30,7 +30,8 @@ class SamplingRule:
             the first always.
 
     Values in tensors are not looked at: a top_k below 1, a top_p not above 0, or a min_p not in [0,
-    1] keeps nothing.
+    1] keeps nothing. All ranks of a group pass the same rule; ``Options(validate="full")`` finds what
+    differs.
 
     Examples:
         >>> SamplingRule(top_k=50, top_p=0.9)

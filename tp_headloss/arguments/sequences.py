@@ -58,6 +58,7 @@ class Sequences:
     """
 
     of_tensor = ": write Sequences.from_mask(mask.bool())"
+    of_tokens = ": make it of a mask in the labels' shape, such as labels != -100"
 
     _offsets: Any
 

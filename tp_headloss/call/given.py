@@ -104,6 +104,15 @@ class Given(NamedTuple):
         """The tensor that the tokens are of: logits or hidden states."""
         return self.logits if self.linear is None else self.hidden
 
+    @property
+    def tokens_shape(self) -> list[int]:
+        """Shape [..] of the tokens of all ranks, of a local call."""
+        shape = list(self.tokens.shape[:-1])
+        is_scattered = self.linear is not None and self.linear.hidden_grad == "reduce_scatter"
+        if is_scattered and shape:  # [S/P, ..] of each rank
+            shape[0] *= self.shard.world_size
+        return shape
+
     def local(self) -> Given:
         """Return this rank's plain part of the arguments, with the shard that they imply."""
         for name in ("logits", "hidden", "weight", "labels", "bias"):  # before anyone reads sizes

@@ -170,15 +170,9 @@ def _validate_call(given: Given) -> str:
             f"logits must be one of {list(map(str, allowed))} for backend {backend!r}, got "
             f"{logits.dtype}"
         )
-    if _vocabulary_is_second(logits, given.labels):
-        raise ValueError(
-            f"logits must be [*{list(logits.shape[:1] + logits.shape[2:])}, V], the vocabulary "
-            f"comes last, got {list(logits.shape)}: logits.movedim(1, -1)"
-        )
-    given.shard.expect_width("logits", logits.shape[-1], "columns")
-    names = "labels", "want", "transform", "teacher", "ids", "sets", "total_weight", "ignore_index"
-    tokens_of = "logits" if given.linear is None else "hidden states"
-    sizes = sizes_of(tokens_of, logits, logits.shape[:-1], width=given.shard.width)
+    expect_labels_of_tokens(given)
+    names = "want", "transform", "teacher", "ids", "sets", "total_weight", "ignore_index"
+    sizes = sizes_of(_tokens_name(given), logits, logits.shape[:-1], width=given.shard.width)
     given.check(sizes, *names)
     _validate_want(given)
     _validate_transport(given, backend)
@@ -188,6 +182,35 @@ def _validate_call(given: Given) -> str:
     expect_both("ids", given.ids, AT_IDS, given.want, "ids [.., K], got none: ids=ids")
     validate_sets(given.sets, given.labels, given.want, logits)
     return backend
+
+
+def expect_labels_of_tokens(given: Given):
+    """Raise TypeError or ValueError unless logits have the shard's columns, and labels are of the
+    tokens of the logits or hidden states.
+
+    A loss looks at this first: everything else per token is compared with the labels.
+    """
+    x, lead = given.tokens, given.tokens_shape
+    if given.linear is None:
+        if _vocabulary_is_second(x, given.labels):
+            raise ValueError(
+                f"logits must be [*{list(x.shape[:1] + x.shape[2:])}, V], the vocabulary "
+                f"comes last, got {list(x.shape)}: logits.movedim(1, -1)"
+            )
+        given.shard.expect_width("logits", x.shape[-1], "columns")
+    given.check(sizes_of(_tokens_name(given), x, lead), "labels")
+
+
+def _tokens_name(given: Given) -> str:
+    """Return what errors call the tensor that the tokens are of."""
+    if given.linear is None:
+        return "logits"
+    if given.linear.hidden_grad != "reduce_scatter":
+        return "hidden states"
+    return (
+        f"hidden states, which hidden_grad='reduce_scatter' gathers from {given.shard.world_size} "
+        "ranks (whole ones need 'all_reduce')"
+    )
 
 
 def _vocabulary_is_second(logits, labels) -> bool:

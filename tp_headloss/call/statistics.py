@@ -15,7 +15,7 @@ from ..engine.ways import Way, general
 from ..ranks.shard import VocabShard
 from ..spec import FLAG, Labels, Logits, TokenIds, TotalWeight, described
 from ..spec.checks import refuse_export, refuse_tokens, refuse_transforms
-from ..statistics import MaybeNone, VocabStatistics, documented_fields
+from ..statistics import MaybeNone, VocabStatistics, documented_fields, without_arithmetic
 from .agreement import Agreement
 from .compile import uncompiled_where_needed
 from .given import Given, Want
@@ -96,6 +96,7 @@ def vocab_statistics(
     return computed_statistics(request, given.labels, given.options)[0]
 
 
+@without_arithmetic
 @documented_fields
 class LogProbs(NamedTuple):
     """Log-probs, entropy and lse per token, as a trainer needs them of a policy or reference.
@@ -228,10 +229,14 @@ def assembled(
 
 def _check_labels(labels, owners, valid, shard):
     def message(token: int) -> str:
-        why = "no shard owns" if int(owners.flatten()[token]) == 0 else "ranks do not agree on"
+        label = int(labels.flatten()[token])
+        why = "ranks do not agree on"
+        if int(owners.flatten()[token]) == 0:
+            is_id = 0 <= label < shard.vocab_size  # of another rank it may be none
+            why = "ranks do not agree on, or no shard owns" if is_id else "no shard owns"
         return (
             f"label of token {token} (flat index) must be the ignore_index or in [0, "
-            f"{shard.vocab_size}), got {int(labels.flatten()[token])}, which {why}"
+            f"{shard.vocab_size}), got {label}, which {why}"
         )
 
     hint = ": are these logits one rank's columns? Then pass shard=" if shard.group is None else ""

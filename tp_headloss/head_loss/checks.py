@@ -11,6 +11,7 @@ from ..arguments.sequences import SEQUENCE_REDUCTIONS, Sequences
 from ..call.dtensor import local_part
 from ..call.given import Given
 from ..call.not_finite import expect_finite
+from ..call.request_of import expect_labels_of_tokens
 from ..ranks.shard import VocabShard, have_common_ranks
 from ..spec import (
     LABELS,
@@ -63,7 +64,9 @@ def check_call(
 ) -> Call:
     """Check a loss's arguments. Raises TypeError or ValueError for wrong ones."""
     x, labels, shard = given.tokens, given.labels, given.shard
-    expect_labels(labels, x, token_weight)
+    expect_labels(labels, x, None)
+    expect_labels_of_tokens(given)
+    expect_token_weight(token_weight, labels, x)
     expect_denominator(denominator, definition.reduction, x.device)
     inputs = inputs or {}
     sequences = _checked_sequences(definition, inputs, labels)
@@ -109,6 +112,15 @@ def _check_values(definition, x, labels, token_weight, denominator, inputs):
     for name, value in inputs.items():
         expect_finite(f"input {name!r}", value, is_valid)
     expect_finite("token_weight", token_weight, is_valid)
+    if isinstance(weight := inputs.get("rollout_weight"), torch.Tensor):
+        refuse_tokens(
+            (weight < 0) & is_valid,
+            lambda i: (
+                f"input 'rollout_weight' of token {i} (flat index) must be at least 0, got "
+                f"{float(weight.flatten()[i]):g}"
+            ),
+            ": are these log-weights? Pass their exp()",
+        )
     if denominator is None and definition.reduction == "mean" and token_weight is not None:
         refuse_tokens(
             (token_weight < 0) & is_valid,
@@ -168,6 +180,11 @@ def expect_labels(labels, x, token_weight):
         )
     refuse_float_labels(x, labels)
     LABELS.check("labels", labels, {})
+    expect_token_weight(token_weight, labels, x)
+
+
+def expect_token_weight(token_weight, labels, x):
+    """Raise TypeError or ValueError for token weights that do not fit the labels."""
     if token_weight is not None:
         TOKEN_WEIGHT.check("token_weight", token_weight, sizes_of("labels", x, labels.shape))
 

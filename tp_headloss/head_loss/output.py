@@ -176,7 +176,19 @@ def mean_metrics(outputs: HeadLossOutput | Outputs, group: Group = None) -> dict
     weighted = [f"weighted/{name}" for name in outputs[0].terms]
     loss = torch.stack([means[name] for name in weighted]).sum()
     same = [f"weighted/{name}" for name in outputs[0].terms if _has_weight_1(outputs, name)]
-    return {"loss": loss} | {name: x for name, x in means.items() if name not in same}
+    found = {"loss": loss} | {name: x for name, x in means.items() if name not in same}
+    # a class of ours would break a graph
+    return found if torch.compiler.is_compiling() else _Means(found)
+
+
+class _Means(dict[str, torch.Tensor]):
+    """Means by name, whose error for another name says which there are."""
+
+    def __missing__(self, name):
+        raise KeyError(
+            f"no mean {name!r}, there are {list(self)}: others come with metrics= of the HeadLoss, "
+            "those of policies with PolicyMetrics()"
+        )
 
 
 def _checked_sums(outputs: Outputs) -> list[dict[str, torch.Tensor]]:

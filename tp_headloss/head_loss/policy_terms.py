@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import torch
 
@@ -13,7 +13,17 @@ from .. import losses
 from ..arguments.sequences import Sequences
 from ..losses.policy import CLIP
 from ..losses.ratio import Level, scaled
-from ..spec import Bounds, OneOf, Pair, Positive, Weight, checked
+from ..spec import (
+    FP32_MAX,
+    Bounds,
+    NumberLine,
+    OneOf,
+    Pair,
+    Positive,
+    TensorLine,
+    Weight,
+    checked,
+)
 from ..spec.aliases import hint
 from ..statistics import VocabStatistics
 from .terms import Metric, Over, Term, over_sets
@@ -102,9 +112,24 @@ def PolicyGradient(
     )
 
 
+NotNegativeWeight: TypeAlias = (
+    Annotated[
+        float,
+        NumberLine(
+            0,
+            FP32_MAX,
+            "at least 0 and finite in fp32",
+            ": a weight below 0 rewards distance from the reference",
+        ),
+        "Factor of the term in the loss",
+    ]
+    | Annotated[torch.Tensor, TensorLine("real numbers", (), constant=True)]
+)
+
+
 @checked
 def KLToReference(
-    weight: Weight,
+    weight: NotNegativeWeight,
     estimator: Annotated[str, OneOf(losses.KL_ESTIMATORS)] = "k3",
     *,
     importance_weight: Annotated[str, OneOf(tuple(SAMPLERS))] | None = None,

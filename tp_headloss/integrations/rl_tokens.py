@@ -55,6 +55,12 @@ def even_shard(logits, group, vocab_size: int | None) -> tuple[torch.Tensor, Voc
 def shard_of_columns(columns: int, group, vocab_size: int | None) -> VocabShard:
     """Return this rank's even shard of the columns of all ranks, of which those beyond vocab_size
     are padding."""
+    if vocab_size is not None and columns < vocab_size:
+        alone = ": one rank's columns? Pass its group (vocab_parallel_group=, tp_group=)"
+        raise ValueError(
+            f"logits must have at least vocab_size = {vocab_size} columns on all ranks of the group "
+            f"together, got {columns}{alone * (group_size(group) == 1)}"
+        )
     return VocabShard.from_group(group, columns if vocab_size is None else vocab_size, columns)
 
 

@@ -50,6 +50,10 @@ def linear_vocab_statistics(
     `Linear.exact_logits` is True. fp32 products are IEEE fp32 unless torch's own switch allows
     TF32. dH and dW are summed in fp32 and rounded once, dH before the ranks' parts are added.
 
+    With a group, every rank's backward has the collective of dH, so results require a gradient
+    wherever gradients are enabled, whether or not an argument does (`Linear.hidden_grad`). Log-probs
+    of an old policy or a reference need no graph: call it under ``torch.no_grad()``.
+
     Args:
         linear: `Linear`: the reduction of dH, the memory, how logits are made.
         shard: the rows of ``weight``; None: it holds the whole vocabulary, or is a DTensor that is

@@ -43,12 +43,10 @@ class LinearRequest(NamedTuple):
         dtype = operand_dtype(hidden, weight)
         if given.bias is not None:
             given = given._replace(transform=replace(given.transform, bias=given.bias))
-        lead = list(hidden.shape[:-1])
         is_scattered = linear.hidden_grad == "reduce_scatter"
         if is_scattered:
-            lead[0] *= given.shard.world_size
             hidden = hidden.contiguous()  # ranks agree on the order of the tokens they gather
-        logits = hidden.new_empty((), dtype=dtype).expand(*lead, given.shard.width)
+        logits = hidden.new_empty((), dtype=dtype).expand(*given.tokens_shape, given.shard.width)
         if isinstance(teacher, TeacherHead):
             expect_teacher_head(teacher, hidden, logits)
             expect_not_swapped(teacher.hidden, (hidden, weight, given.transform.bias))

@@ -71,7 +71,7 @@ def policy_metrics(
     if sequences is None:
         log_r = log_ratio(log_prob, old_log_prob)
     else:
-        log_r = sequence_log_ratio(log_prob, old_log_prob, sequences)
+        log_r = sequence_log_ratio(log_prob, old_log_prob=old_log_prob, sequences=sequences)
     ratio = log_r.exp()
     advantages = advantages.expand_as(ratio)
     below, above, clamped = ratio < low, ratio > high, ratio.clamp(low, high)

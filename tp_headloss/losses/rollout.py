@@ -40,8 +40,8 @@ def _log_weight(log_prob, generator_log_prob, level, sequences):
 @checked
 def truncated_importance_weight(
     log_prob: TrainerLogProb,
-    generator_log_prob: GeneratorLogProb,
     *,
+    generator_log_prob: GeneratorLogProb,
     bounds: Bounds = (0.0, 2.0),
     level: Level = "token",
     sequences: Sequences | None = None,
@@ -50,7 +50,7 @@ def truncated_importance_weight(
 
     Examples:
         >>> trainer, generator = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -4.0]])
-        >>> losses.truncated_importance_weight(trainer, generator)
+        >>> losses.truncated_importance_weight(trainer, generator_log_prob=generator)
         tensor([[1., 2.]])
 
     Source: Truncated importance sampling (TIS); verl truncates at 2.
@@ -61,8 +61,8 @@ def truncated_importance_weight(
 @checked
 def icepop(
     log_prob: TrainerLogProb,
-    generator_log_prob: GeneratorLogProb,
     *,
+    generator_log_prob: GeneratorLogProb,
     bounds: Bounds = (0.5, 5.0),
     level: Level = "token",
     sequences: Sequences | None = None,
@@ -71,7 +71,7 @@ def icepop(
 
     Examples:
         >>> trainer, generator = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -4.0]])
-        >>> losses.icepop(trainer, generator)
+        >>> losses.icepop(trainer, generator_log_prob=generator)
         tensor([[1., 0.]])
 
     Source: IcePop (arXiv:2510.18855).
@@ -83,8 +83,8 @@ def icepop(
 @checked
 def sequence_masked_importance_weight(
     log_prob: TrainerLogProb,
-    generator_log_prob: GeneratorLogProb,
     *,
+    generator_log_prob: GeneratorLogProb,
     sequences: Sequences,
     bounds: Bounds = (0.999, 1.002),
 ) -> RolloutWeight:
@@ -94,7 +94,9 @@ def sequence_masked_importance_weight(
     Examples:
         >>> trainer, generator = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -4.0]])
         >>> sequences = Sequences.from_mask(torch.ones(1, 2, dtype=torch.bool))
-        >>> losses.sequence_masked_importance_weight(trainer, generator, sequences=sequences)
+        >>> losses.sequence_masked_importance_weight(
+        ...     trainer, generator_log_prob=generator, sequences=sequences
+        ... )
         tensor([[0., 0.]])
 
     Source: NeMo-RL's seq-mask-tis.

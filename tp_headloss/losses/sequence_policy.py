@@ -33,7 +33,7 @@ PairOfPairs: TypeAlias = Annotated[
 
 @checked
 def sequence_log_ratio(
-    log_prob: LogProb, old_log_prob: OldLogProb, sequences: Sequences
+    log_prob: LogProb, *, old_log_prob: OldLogProb, sequences: Sequences
 ) -> torch.Tensor:
     """Return for each token the mean of l - old_log_prob over its sequence, clamped to +-20 (verl:
     at most 10).
@@ -47,7 +47,7 @@ def sequence_log_ratio(
     Examples:
         >>> l, old = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.0, -2.5, -2.5])
         >>> sequences = Sequences.from_mask(torch.ones(1, 3, dtype=torch.bool))
-        >>> losses.sequence_log_ratio(l[None], old[None], sequences)
+        >>> losses.sequence_log_ratio(l[None], old_log_prob=old[None], sequences=sequences)
         tensor([[0., 0., 0.]])
 
     Source: GSPO (arXiv:2507.18071).
@@ -84,7 +84,10 @@ def gspo(
     Source: GSPO (arXiv:2507.18071).
     """
     return clipped_objective(
-        sequence_log_ratio(log_prob, old_log_prob, sequences).exp(), advantages, clip, dual_clip
+        sequence_log_ratio(log_prob, old_log_prob=old_log_prob, sequences=sequences).exp(),
+        advantages,
+        clip,
+        dual_clip,
     )
 
 

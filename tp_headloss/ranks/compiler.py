@@ -7,6 +7,7 @@ compares with these.
 """
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -34,6 +35,8 @@ def disabled_for_compile(function: Callable[P, R], reason: str) -> Callable[P, R
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)  # nobody compiles, and the import takes seconds
         disabled: Any = torch.compiler.disable(function, reason=reason)
         return disabled(*args, **kwargs)
 

@@ -227,6 +227,11 @@ class VocabShard:
                 "; if these are one rank's, make the shard with its group, after init_process_group"
             )
             why = f"is vocab_size={self.vocab_size} right?" + group * (self.group is None)
+            if name == "logits":
+                why += (
+                    "; hidden states need their weight: linear_vocab_statistics, HeadLoss.linear, "
+                    "weight= of sample, kept_ids and topk_log_probs"
+                )
         bounds = f"{self.width} {each} [{self.start}, {self.stop})"
         raise ValueError(f"{name} must have the shard's {bounds}, got {size} ({why})")
 

@@ -23,7 +23,7 @@ from ..engine.request import Request
 from ..ranks.comm import gather_from_ranks
 from ..ranks.shard import VocabShard
 from ..spec import IntLine, Labels, Logits, Rows, described, lines_within, sizes_of
-from ..statistics import MaybeNone, documented_fields
+from ..statistics import MaybeNone, documented_fields, without_arithmetic
 from ..statistics.sets import spans_of
 from .kept import (
     find_kept,
@@ -39,13 +39,15 @@ from .topk import local_operands, token_blocks
 SIZES_FROM_VALUES = "the sets that a rule keeps have sizes that only the logits' values tell"
 
 
+@without_arithmetic
 @documented_fields
 class Sample(NamedTuple):
     """A sampled id per token [..] with its log-probs; equal bits on every rank.
 
     Attributes:
         ids: [..] int64 global ids, -1 where a token has NaN or +inf in its logits, or nothing above
-            -inf.
+            -inf, where a tensor of the rule keeps nothing (a top_p of 0), or where one of temperatures
+            is not positive.
         log_probs: [..] fp32, of the distribution that was sampled: over the ids that the rule kept.
             NaN where -1.
         full_log_probs: [..] fp32, over the whole vocabulary; equal to log_probs without a rule. NaN
@@ -96,6 +98,9 @@ def kept_ids(
     and 64 more, for those that are equal. With top_p, but for such a k, they gather another number
     per token. That is all for a token whose set is among these logits. Larger sets, as those of
     flat distributions, take all logits of their tokens, gathered 2^22 at a time and sorted.
+
+    Rule and transform must be equal on all ranks of the group; ``Options(validate="full")`` finds
+    what differs.
 
     Args:
         logits: fp32, bf16 or fp16 (float64 with the torch backend), any leading shape and strides,
@@ -151,6 +156,9 @@ def sample(
     those of `vocab_statistics`, with its collective. Without a rule each rank draws the noise of
     its own columns, and one small exchange finds the winner. With one, exchanges are those of
     `kept_ids`. Memory, odd rows and errors are those of `kept_ids`.
+
+    Seed, positions, rule and transform (its temperature) must be equal on all ranks of the group:
+    else ids are of no single distribution, silently. ``Options(validate="full")`` finds it.
 
     Args:
         positions: of any value, replicated, a number that no other draw with this seed

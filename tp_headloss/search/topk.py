@@ -34,7 +34,7 @@ from ..spec import (
     lines_within,
 )
 from ..spec.checks import operand_dtype
-from ..statistics import documented_fields
+from ..statistics import documented_fields, without_arithmetic
 from .kept import transformed_logits
 from .keys import NO_KEY, decode_keys, keys_of
 
@@ -42,6 +42,7 @@ from .keys import NO_KEY, decode_keys, keys_of
 BLOCK_ELEMENTS = 1 << 22
 
 
+@without_arithmetic
 @documented_fields
 class TopK(NamedTuple):
     """Per token [..], K entries by descending log-prob, ties by ascending id; equal bits on every

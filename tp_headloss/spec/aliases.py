@@ -16,7 +16,9 @@ BOUND = 'clip=(0.0, epsilon_high), convention="bound"'
 TEACHERS = "Distillation, TopKDistillation"
 LOSSES = "HeadLoss.forward, HeadLoss.linear"
 MASK = "token_weight=mask, labels of -100, or for terms by sequence inputs={'sequences': Sequences.from_mask(mask)}"
-CALLS = "HeadLoss.forward, HeadLoss.linear, vocab_statistics, linear_vocab_statistics, log_probs"
+SEARCHES = "sample, kept_ids, topk_log_probs"
+STATISTICS = "vocab_statistics, linear_vocab_statistics, log_probs"
+CALLS = f"HeadLoss.forward, HeadLoss.linear, {STATISTICS}, {SEARCHES}"
 KLS = "beta, kl_loss_coef, kl_coef, kl_coeff"
 BONUSES = "entropy_coeff, entropy_coef"
 MASKS = "mask, loss_mask, response_mask, completion_mask, attention_mask"
@@ -250,6 +252,18 @@ WRITTEN = (
     Alias("num_items_in_batch", "Transformers", LOSSES, "denominator=num_items_in_batch"),
     Alias("weight", "torch", "HeadLoss", "CrossEntropy(class_weight=..)"),
     Alias("weight", "torch", "HeadLoss.forward", "token_weight=, or CrossEntropy(class_weight=..)"),
+    Alias(
+        "weight",
+        "ours",
+        "vocab_statistics, log_probs",
+        "linear_vocab_statistics(hidden, weight, labels, ..).log_prob, of hidden states",
+    ),
+    Alias(
+        "differentiable",
+        "ours",
+        "vocab_statistics, linear_vocab_statistics",
+        "with torch.no_grad(): around the call",
+    ),
     Alias("loss_weights", "many", LOSSES, "token_weight="),
     Alias("target, targets", "torch, Liger, many", LOSSES, "labels="),
     Alias(

@@ -143,7 +143,7 @@ class Instance:
 
     One that has `tokens_like` must be of the same tokens [..] as other arguments. A class may have
     a `remedy`, for errors about misplaced objects of it, and an `of_tensor`, for a tensor in its
-    place.
+    place. An `of_tokens` is for one of as many tokens in another shape.
 
     Args:
         fields: those that must not be None, which the object's own `expect` looks at.
@@ -171,9 +171,10 @@ class Instance:
         if isinstance(tokens, torch.Tensor):
             known, first = sizes.setdefault("..", (tuple(tokens.shape), name))
             if known != tuple(tokens.shape):
-                raise ValueError(
-                    f"{name} must be of tokens {list(known)} like {first}, got {list(tokens.shape)}"
-                )
+                said = f"of tokens {list(known)} like {first}, got {list(tokens.shape)}"
+                is_same = math.prod(known) == tokens.numel()
+                remedy = getattr(self.kind, "of_tokens", "") * is_same
+                raise ValueError(f"{name} must be {said}{remedy}")
             check_alike(name, "device", tokens.device, sizes)
 
 

@@ -166,7 +166,21 @@ class TensorLine:
             return f": pass its .expand({sizes})"
         same = [n for n in x.shape if n != 1] == [n for n in lead if n != 1]
         is_flat = x.dim() == 1 and len(x) == math.prod(lead)
-        return f": pass its .reshape({sizes})" * (same or is_flat)
+        if same or is_flat:
+            return f": pass its .reshape({sizes})"
+        has_values = x.dim() == 1 and self.kind != "int64 or int32"
+        return self._row_hint(len(x), lead, sizes) if has_values else ""
+
+    @staticmethod
+    def _row_hint(size: int, lead, sizes: str) -> str:
+        """Return what to pass in the place of a value per row, or per packed sequence."""
+        if size == lead[0]:
+            rows = ", ".join([":"] + ["None"] * (len(lead) - 1))
+            return f": pass its [{rows}].expand({sizes})"
+        if size in (1, lead[-1]):
+            return f": pass its .expand({sizes})"
+        is_packed = max(lead) == math.prod(lead) >= 2 * size
+        return ": one per packed sequence? Pass its .repeat_interleave(lengths)" * is_packed
 
 
 def check_alike(name: str, symbol: str, device, sizes: Sizes):

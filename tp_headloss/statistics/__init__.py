@@ -27,6 +27,7 @@ from .rank import RankFamily
 from .result import MissingStatistics as MissingStatistics
 from .result import VocabStatistics
 from .result import documented_fields as documented_fields
+from .result import without_arithmetic as without_arithmetic
 from .sets import SetsFamily
 from .softmax import IGNORED as IGNORED
 from .softmax import SoftmaxFamily

@@ -23,10 +23,26 @@ def documented_fields(results: type[Results]) -> type[Results]:
     return results
 
 
+def without_arithmetic(results: type[Results]) -> type[Results]:
+    """Have arithmetic of a NamedTuple, of which + and * are a tuple's, say that one of its fields is
+    meant."""
+
+    def refuse(self, *_others):
+        raise TypeError(
+            f"{results.__name__} are several tensors, got arithmetic of all of them: write it of "
+            f"one, such as .{results._fields[0]}"  # type: ignore[attr-defined] # pyright: ignore
+        )
+
+    for name in ("add", "radd", "mul", "rmul", "sub", "rsub", "truediv", "rtruediv", "neg"):
+        setattr(results, f"__{name}__", refuse)
+    return results
+
+
 class MissingStatistics(ValueError):
     """A loss needs statistics that nothing asked for."""
 
 
+@without_arithmetic
 @documented_fields
 class VocabStatistics(NamedTuple):
     """Per-token statistics of the whole vocabulary: fp32, the logits' leading shape, equal bits on
