@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import inspect
 import re
+import typing
 
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ from lines import OF_OTHERS, right, wrong
 from right_calls import CHECKED, HOSTS, MEANT, arguments_of
 
 import tp_headloss as hl
-from tp_headloss.spec import TensorLine
+from tp_headloss.spec import OneOf, TensorLine
+from tp_headloss.spec.checked import _hints as hints_of
 
 
 @pytest.mark.parametrize(
@@ -34,6 +36,29 @@ def test_a_part_without_padding_is_refused_with_the_line_that_pads_it(shape, sha
         padded = torch.nn.functional.pad(part, pad)
         line.check("teacher.logits", padded, dict(sizes))
         assert padded.sum() == part.sum()
+
+
+def names_and_values(hint):
+    """For each argument of some names within an annotation: whether editors and type checkers see
+    them (Literal)."""
+    if typing.get_origin(hint) is typing.Literal:
+        return [True]
+    inner = typing.get_args(hint)
+    if typing.get_origin(hint) is typing.Annotated:
+        named = any(isinstance(x, OneOf) and x.names != (True, False) for x in inner[1:])
+        seen = names_and_values(inner[0])
+        return seen if seen or not named else [False]
+    return [seen for x in inner for seen in names_and_values(x)]
+
+
+def test_names_that_an_argument_takes_are_seen_by_type_checkers():
+    found = {
+        f"{key}({name})": names_and_values(hint)
+        for key, function in CHECKED.items()
+        for name, hint in hints_of(function).items()
+    }
+    named = {name: all(seen) for name, seen in found.items() if seen}
+    assert len(named) > 20 and all(named.values()), [n for n, seen in named.items() if not seen]
 
 
 def test_every_loss_has_lines():

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal, TypeAlias
 
 import torch
 
-from ..ranks.comm import HIDDEN_GRADS
-from ..spec import FP32_MAX, Count, NumberLine, OneOf, TensorLine, checked
+from ..ranks.comm import HiddenGrad
+from ..spec import FP32_MAX, Count, NumberLine, TensorLine, checked
 from ..spec.checks import expect_number
 
 # tokens of a block below which summing dW costs more than making the logits again
 MIN_SWEEP_TOKENS = 512
+
+
+Mode: TypeAlias = Literal["auto", "one_sweep", "recompute"]
 
 
 @checked
@@ -90,9 +93,9 @@ class Linear:
         tensor(1.3863)
     """
 
-    mode: Annotated[str, OneOf(("auto", "one_sweep", "recompute"))] = "auto"
+    mode: Mode = "auto"
     budget: Annotated[int, NumberLine(1, FP32_MAX, "a positive number of bytes")] | None = None
-    hidden_grad: Annotated[str, OneOf(HIDDEN_GRADS)] = "all_reduce"
+    hidden_grad: HiddenGrad = "all_reduce"
     main_grad: bool = False
     upstream: (
         Annotated[float, NumberLine()]
@@ -101,7 +104,7 @@ class Linear:
     ) = None
     max_valid_tokens: Count | None = None
     exact_logits: bool = False
-    gradients: Annotated[str, OneOf(("fp8",))] | None = None
+    gradients: Literal["fp8"] | None = None
 
     def __post_init__(self):
         if self.budget is not None:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal, TypeAlias
 
 import torch
 
-from ..engine.backend import BACKENDS
-from ..engine.transports import TRANSPORTS
+from ..engine.backend import Backend
+from ..engine.transports import TRANSPORTS, TransportName
 from ..spec import TINY, Bias, NumberLine, OneOf, PositiveFp32, Temperature, checked
 from ..spec.checks import expect_number
 
-GRADIENTS = ("auto", "forward", "backward")  # values of `Options.gradient`
+GradientWay: TypeAlias = Literal["auto", "forward", "backward"]
 
 
 @checked
@@ -110,12 +110,12 @@ class Options:
         label of token 1 (flat index) must be the ignore_index or in [0, 4
     """
 
-    backend: Annotated[str, OneOf(BACKENDS)] | None = None
-    transport: Annotated[str, OneOf(TRANSPORTS)] = "auto"
+    backend: Backend | None = None
+    transport: Annotated[TransportName, OneOf(TRANSPORTS)] = "auto"
     inplace: bool = False
     check: bool = False
-    validate: Annotated[str, OneOf(("metadata", "full", "checksums"))] = "metadata"
-    gradient: Annotated[str, OneOf(GRADIENTS)] = "auto"
+    validate: Literal["metadata", "full", "checksums"] = "metadata"
+    gradient: GradientWay = "auto"
 
 
 NO_TRANSFORM, DEFAULTS = Transform(), Options()

@@ -8,17 +8,20 @@ counted tokens of sequence i.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 import torch
 
 from ..ranks.comm import group_size, sum_over_ranks
 from ..ranks.shard import Group
-from ..spec import Count, Labels, OneOf, PositiveFp32, TensorLine, TokenMask, checked, sizes_of
+from ..spec import Count, Labels, PositiveFp32, TensorLine, TokenMask, checked, sizes_of
 
 VALUES = TensorLine("real numbers or bool")
 Starts: TypeAlias = Annotated[torch.Tensor, TensorLine("int64 or int32", ("B + 1",))]
-SEQUENCE_REDUCTIONS = ("seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+SequenceReduction: TypeAlias = Literal[
+    "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+]
+SEQUENCE_REDUCTIONS: tuple[SequenceReduction, ...] = get_args(SequenceReduction)
 
 
 class Sequences:
@@ -278,9 +281,7 @@ class Sequences:
         return _SpreadToTokens.apply(per_sequence, self)
 
     @checked
-    def aggregate(
-        self, reduction: Annotated[str, OneOf(SEQUENCE_REDUCTIONS)]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def aggregate(self, reduction: SequenceReduction) -> tuple[torch.Tensor, torch.Tensor]:
         """Return weights per token [..] and a scalar denominator, with which a weighted token sum
         is the reduction.
 

@@ -57,12 +57,13 @@ bf16, unless patched as by the tests.
 import functools
 import importlib
 import os
+from typing import Literal, TypeAlias
 
 import torch
 
 from ..ranks.compiler import constant_for_compile
 
-BACKENDS = ("torch", "triton")
+Backend: TypeAlias = Literal["torch", "triton"]
 
 
 def resolve_backend(name: str | None, device) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
@@ -22,7 +22,7 @@ from .terms import METRICS, CrossEntropy, Metric, Term
 PACKAGE = __name__.partition(".")[0]
 RECORDS = itertools.count()  # their numbers, one for each definition
 # those that treat all tokens alike; the others are SEQUENCE_REDUCTIONS
-REDUCTIONS = ("none", "sum", "mean")
+Reduction: TypeAlias = Literal["none", "sum", "mean"]
 
 # The named metrics as functions that return values by name, as a `Metric`'s function does.
 METRIC_FUNCTIONS = {name: lambda stats, name=name: {name: METRICS[name](stats)} for name in METRICS}

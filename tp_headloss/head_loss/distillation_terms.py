@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Literal, TypeAlias
 
 from .. import losses
 from ..engine.reductions import PerToken, StatisticValue
-from ..losses.distillation import TOPK_DISTILLATIONS
-from ..spec import NotNegative, NumberLine, OneOf, Weight, checked
+from ..losses.distillation import TOPK_DISTILLATIONS, Support
+from ..spec import NotNegative, NumberLine, Weight, checked
 from .terms import Term
 
-DIVERGENCES = ("forward_kl", "reverse_kl", "cross_entropy", "jsd", "total_variation")
+Divergence: TypeAlias = Literal[
+    "forward_kl", "reverse_kl", "cross_entropy", "jsd", "total_variation"
+]
 
 
 @checked
 def Distillation(
     weight: Weight = 1.0,
-    divergence: Annotated[str, OneOf(DIVERGENCES)] = "forward_kl",
+    divergence: Divergence = "forward_kl",
     *,
     temperature_squared: bool = False,
     name: str | None = None,
@@ -65,7 +67,7 @@ def Distillation(
 @checked
 def LKLoss(
     weight: Weight = 1.0,
-    form: Annotated[str, OneOf(("lambda", "alpha"))] = "lambda",
+    form: Literal["lambda", "alpha"] = "lambda",
     *,
     eta: NotNegative | None = None,
 ) -> Term:
@@ -101,8 +103,8 @@ def LKLoss(
 @checked
 def TopKDistillation(
     weight: Weight = 1.0,
-    divergence: Annotated[str, OneOf(("forward_kl", "reverse_kl", "jsd"))] = "forward_kl",
-    support: Annotated[str, OneOf(losses.SUPPORTS)] = "topk",
+    divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl",
+    support: Support = "topk",
     *,
     outside_log_prob: Annotated[float, NumberLine(-math.inf, 0, "a log-prob, at most 0")]
     | None = None,

@@ -9,14 +9,14 @@ ranks exchange something. Last, terms and metrics are evaluated on the statistic
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
 from ..arguments.linear import Linear
 from ..arguments.options import DEFAULTS, Options, Transform
-from ..arguments.sequences import SEQUENCE_REDUCTIONS
+from ..arguments.sequences import SequenceReduction
 from ..call.agreement import Agreement
 from ..call.compile import uncompiled_where_needed
 from ..call.given import LINES, Given
@@ -31,7 +31,6 @@ from ..spec import (
     Floating,
     Labels,
     Logits,
-    OneOf,
     Rows,
     Scalar,
     TokenWeight,
@@ -40,7 +39,7 @@ from ..spec import (
 )
 from ..spec.checks import refuse_transforms
 from .checks import Call, Inputs, check_call, local_arguments, replicated_facts
-from .definition import REDUCTIONS, HeadLossDefinition
+from .definition import HeadLossDefinition, Reduction
 from .evaluation import checked_evaluation, compiled_evaluate, evaluate
 from .linear_ways import explained_linear, linear_output, linear_way_of
 from .output import HeadLossOutput, make_output
@@ -111,7 +110,7 @@ class HeadLoss(nn.Module):
         terms: Terms | None = None,
         *,
         metrics: Metrics = (),
-        reduction: Annotated[str, OneOf(REDUCTIONS + SEQUENCE_REDUCTIONS)] = "mean",
+        reduction: Literal[Reduction, SequenceReduction] = "mean",
         ignore_index: int = -100,
         options: Options | None = None,
         compile: bool = False,

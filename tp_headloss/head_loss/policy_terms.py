@@ -5,19 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import torch
 
 from .. import losses
 from ..arguments.sequences import Sequences
+from ..losses.kl import KLEstimator
 from ..losses.policy import CLIP
 from ..losses.ratio import Level, scaled
 from ..spec import (
     FP32_MAX,
     Bounds,
     NumberLine,
-    OneOf,
     Pair,
     Positive,
     TensorLine,
@@ -28,8 +28,12 @@ from ..spec.aliases import hint
 from ..statistics import VocabStatistics
 from .terms import Metric, Over, Term, over_sets
 
+Objective: TypeAlias = Literal[
+    "reinforce", "clip", "cispo", "sapo", "gspo", "gspo-length-weighted", "gmpo", "vespo",
+    "clip-cov", "kl-cov", "positive-nll",
+]  # fmt: skip
 # name -> function of the log-prob, and its inputs
-OBJECTIVES: dict[str, tuple[Callable[..., torch.Tensor], tuple[str, ...]]] = {
+OBJECTIVES: dict[Objective, tuple[Callable[..., torch.Tensor], tuple[str, ...]]] = {
     "reinforce": (losses.reinforce, ("advantages",)),
     "clip": (losses.ppo_clip, ("advantages", "old_log_prob")),
     "cispo": (losses.cispo, ("advantages", "old_log_prob")),
@@ -48,12 +52,17 @@ OBJECTIVES: dict[str, tuple[Callable[..., torch.Tensor], tuple[str, ...]]] = {
 
 # importance_weight of `KLToReference` -> the input that holds the sampler's log-probs, "" for the
 # policy's own
-SAMPLERS = {"on-policy": "", "old": "old_log_prob", "generator": "generator_log_prob"}
+Sampler: TypeAlias = Literal["on-policy", "old", "generator"]
+SAMPLERS: dict[Sampler, str] = {
+    "on-policy": "",
+    "old": "old_log_prob",
+    "generator": "generator_log_prob",
+}
 
 
 @checked
 def PolicyGradient(
-    objective: Annotated[str, OneOf(tuple(OBJECTIVES))] = "clip",
+    objective: Objective = "clip",
     weight: Weight = 1.0,
     *,
     rollout_weight: bool = False,
@@ -130,9 +139,9 @@ NotNegativeWeight: TypeAlias = (
 @checked
 def KLToReference(
     weight: NotNegativeWeight,
-    estimator: Annotated[str, OneOf(losses.KL_ESTIMATORS)] = "k3",
+    estimator: KLEstimator = "k3",
     *,
-    importance_weight: Annotated[str, OneOf(tuple(SAMPLERS))] | None = None,
+    importance_weight: Sampler | None = None,
     over: Over = "vocabulary",
     name: str = "kl",
     **options,

@@ -7,10 +7,12 @@ tokens, or its sequences.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
+from ..arguments.sequences import SequenceReduction
 from ..losses.policy import CLIP
-from ..spec import CheckedBy, NotNegativeFp32, OneOf, Pair, Positive, checked, lines_within
+from ..spec import CheckedBy, NotNegativeFp32, Pair, Positive, checked, lines_within
+from .definition import Reduction
 from .loss import HeadLoss
 from .policy_terms import KLToReference, PolicyGradient
 from .terms import Entropy
@@ -23,10 +25,12 @@ Dual: TypeAlias = Positive | None
 HANDED_ON = frozenset(lines_within(HeadLoss)) - {"terms", "reduction"}
 GIVEN = "arguments of the `HeadLoss`, such as metrics, but its terms and reduction, which the preset sets itself"
 Keywords: TypeAlias = Annotated[Any, CheckedBy(GIVEN, names=HANDED_ON)]
-TOKENS, SEQUENCES = "mean", "seq-mean-token-mean"
+TOKENS: Reduction = "mean"
+SEQUENCES: SequenceReduction = "seq-mean-token-mean"
+AnyReduction: TypeAlias = Literal[Reduction, SequenceReduction]
 
 
-def _loss(term, reduction: str, kl: float, entropy: float, keywords) -> HeadLoss:
+def _loss(term, reduction: AnyReduction, kl: float, entropy: float, keywords) -> HeadLoss:
     terms = [term]
     if kl > 0:
         terms.append(KLToReference(kl))
@@ -149,7 +153,7 @@ def GSPO(
 @checked
 def CISPO(
     clip: Pair = CLIP,
-    convention: Annotated[str, OneOf(("offset", "bound"))] = "offset",
+    convention: Literal["offset", "bound"] = "offset",
     *,
     kl: Kl = 0.0,
     entropy: Bonus = 0.0,

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import torch
 
@@ -15,7 +15,7 @@ from .. import losses
 from ..call.subclasses import refuse_dtensor
 from ..engine.reductions import StatisticValue
 from ..losses.ratio import scaled
-from ..spec import Callables, CheckedBy, ClassWeight, Names, OneOf, Share, Size, Weight, checked
+from ..spec import Callables, CheckedBy, ClassWeight, Names, Share, Size, Weight, checked
 from ..statistics import FULL_TEACHER, OVER_SETS, TOPK_TEACHER, known_statistics
 
 Function: TypeAlias = Annotated[Callable[..., torch.Tensor] | StatisticValue, Callables()]
@@ -112,7 +112,7 @@ Metrics: TypeAlias = Annotated[
     Sequence[str | Metric] | str | Metric, CheckedBy("names and `Metric`s")
 ]
 Over: TypeAlias = Annotated[
-    str, OneOf(("vocabulary", "sets")), "What log-probs and entropy are normalised over"
+    Literal["vocabulary", "sets"], "What log-probs and entropy are normalised over"
 ]
 
 METRICS: dict[str, StatisticValue] = {  # name -> the per-token value that is summed
@@ -188,7 +188,7 @@ def _bits_per_byte(stats, num_bytes):
 def CrossEntropy(
     weight: Weight = 1.0,
     label_smoothing: Share = 0.0,
-    smoothing_formula: Annotated[str, OneOf(("torch", "megatron"))] = "torch",
+    smoothing_formula: Literal["torch", "megatron"] = "torch",
     class_weight: ClassWeight | None = None,
 ) -> Term:
     """Cross-entropy, as torch.nn.functional.cross_entropy computes it.

@@ -19,6 +19,7 @@ from ..arguments.options import Transform
 from ..arguments.teachers import Teacher
 from ..call.subclasses import is_dtensor
 from ..head_loss import Distillation, HeadLoss, Term
+from ..head_loss.distillation_terms import Divergence
 from ..linear_head import Linear
 from ..ranks.shard import VocabShard
 from . import require
@@ -204,7 +205,7 @@ class DistillationLoss(torch.nn.Module):
         tp_group=None,
         chunk_size: int = 0,
         *,
-        divergence: str = "forward_kl",
+        divergence: Divergence = "forward_kl",
     ):
         super().__init__()
         self.ignore_index, self.temperature, self.tp_group = ignore_index, temperature, tp_group

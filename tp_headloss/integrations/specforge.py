@@ -13,7 +13,7 @@ Tensors of the draft's vocabulary are sharded alike, [B, S, V_d/P], all others a
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +31,6 @@ from ..spec import (
     Count,
     Finite,
     NotNegative,
-    OneOf,
     Positive,
     Size,
     TensorLine,
@@ -80,7 +79,7 @@ DraftRows: TypeAlias = Annotated[
     TensorLine("floating point", ("draft_width", "H_t"), sharded=0),
     "The target's rows of the draft's ids, see `select_rows`; None: selected in this call",
 ]
-LKLossType: TypeAlias = Annotated[str, OneOf(("lambda", "alpha"))]
+LKLossType: TypeAlias = Literal["lambda", "alpha"]
 Reduce: TypeAlias = Annotated[Callable[..., Any], Callables()]
 Model: TypeAlias = Annotated[Any, CheckedBy("a model of SpecForge")]
 Adapter: TypeAlias = Annotated[Any, CheckedBy("an adapter of SpecForge")]

@@ -21,7 +21,7 @@ class LinearFacts(NamedTuple):
     epilogue: bool  # whether recompute's logits are never stored
     rounded: bool  # whether its logits are rounded to dtype
     logits_dtype: torch.dtype  # of blocks of them, fp32 where they are not rounded
-    # of `comm.HIDDEN_GRADS`; "none" on one rank; "reduce_scatter": the hidden states are gathered
+    # of `comm.HiddenGrad`; "none" on one rank; "reduce_scatter": the hidden states are gathered
     hidden_grad: str
     teacher_bytes: int  # of a logit that is made here of a teacher's head; 0: there is none
 

@@ -3,11 +3,11 @@ masked nor averaged."""
 
 from __future__ import annotations
 
-from typing import Annotated, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import torch
 
-from ..spec import ClassWeight, Instance, OneOf, Share, TokenLoss, checked
+from ..spec import ClassWeight, Instance, Share, TokenLoss, checked
 from ..statistics import VocabStatistics
 
 Scored: TypeAlias = Annotated[VocabStatistics, Instance(VocabStatistics, ("log_prob",))]
@@ -31,7 +31,7 @@ def cross_entropy(stats: Scored) -> TokenLoss:
 def smoothed_cross_entropy(
     stats: WithTotal,
     smoothing: Share,
-    formula: Annotated[str, OneOf(("torch", "megatron"))] = "torch",
+    formula: Literal["torch", "megatron"] = "torch",
     class_weight: ClassWeight | None = None,
 ) -> TokenLoss:
     """Return the cross-entropy with labels smoothed over the true global vocabulary.

@@ -8,7 +8,7 @@ tail all other ids.
 from __future__ import annotations
 
 import math
-from typing import Annotated, TypeAlias
+from typing import Annotated, Literal, TypeAlias, get_args
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,6 @@ from ..spec import (
     ConstantPerToken,
     Finite,
     Instance,
-    OneOf,
     OpenShare,
     PositiveFp32,
     Share,
@@ -27,8 +26,8 @@ from ..spec import (
 )
 from ..statistics import VocabStatistics
 
-SUPPORTS = ("topk", "vocabulary", "tail")
-Support: TypeAlias = Annotated[str, OneOf(SUPPORTS)]
+Support: TypeAlias = Literal["topk", "vocabulary", "tail"]
+SUPPORTS: tuple[Support, ...] = get_args(Support)
 Tail: TypeAlias = ConstantPerToken | None
 Taught: TypeAlias = Annotated[
     VocabStatistics, Instance(VocabStatistics, ("forward_kl", "teacher_entropy"))

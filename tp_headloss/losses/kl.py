@@ -7,11 +7,11 @@ log_prob - reference_log_prob: k1 = x, k2 = x^2 / 2, k3 = exp(-x) + x - 1.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Literal, TypeAlias, get_args
 
 import torch
 
-from ..spec import OneOf, Positive, TokenValues, checked
+from ..spec import Positive, TokenValues, checked
 from .ratio import (
     LOG_RATIO_CLAMP,
     GeneratorLogProb,
@@ -23,7 +23,8 @@ from .ratio import (
 )
 
 OUTPUT_CLAMP = 10.0  # verl's
-KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "abs+", "k3+")
+KLEstimator: TypeAlias = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"]
+KL_ESTIMATORS: tuple[KLEstimator, ...] = get_args(KLEstimator)
 
 
 def k3(x: torch.Tensor) -> torch.Tensor:
@@ -40,7 +41,7 @@ def kl_estimate(
     log_prob: LogProb,
     *,
     reference_log_prob: ReferenceLogProb,
-    estimator: Annotated[str, OneOf(KL_ESTIMATORS)] = "k3",
+    estimator: KLEstimator = "k3",
     input_clamp: Positive | None = LOG_RATIO_CLAMP,
     output_clamp: Positive | None = OUTPUT_CLAMP,
     sampler_log_prob: GeneratorLogProb | None = None,

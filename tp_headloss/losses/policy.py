@@ -11,11 +11,11 @@ masked or averaged.
 from __future__ import annotations
 
 import math
-from typing import Annotated
+from typing import Literal
 
 import torch
 
-from ..spec import ConstantPerToken, OneOf, Positive, PositivePair, TokenLoss, checked
+from ..spec import ConstantPerToken, Positive, PositivePair, TokenLoss, checked
 from .ratio import (
     LOG_RATIO_CLAMP,
     Advantages,
@@ -126,7 +126,7 @@ def cispo(
     advantages: Advantages,
     old_log_prob: OldLogProb,
     clip: Clip = CLIP,
-    convention: Annotated[str, OneOf(("offset", "bound"))] = "offset",
+    convention: Literal["offset", "bound"] = "offset",
 ) -> TokenLoss:
     """Return -stop_gradient(clip(r)) A l. No token loses its gradient.
 

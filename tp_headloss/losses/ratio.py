@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import torch
 
 from ..spec import (
     ConstantPerToken,
     ConstantValues,
-    OneOf,
     Pair,
     Positive,
     TokenMask,
@@ -30,7 +29,7 @@ Advantages: TypeAlias = ConstantPerToken
 ValidTokens: TypeAlias = Annotated[TokenMask, "The tokens that count"]
 Clip: TypeAlias = Annotated[Pair, "(low, high) bounds the ratio r to [1 - low, 1 + high]"]
 Level: TypeAlias = Annotated[
-    str, OneOf(("token", "sequence")), "Whose ratio: the token's, or that of its sequence"
+    Literal["token", "sequence"], "Whose ratio: the token's, or that of its sequence"
 ]
 
 LOG_RATIO_CLAMP = 20.0  # verl's; exp(20) is 4.9e8, and its square still fits fp32

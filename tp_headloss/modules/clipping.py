@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Iterable
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 
 from ..call.subclasses import is_dtensor
 from ..ranks.comm import gather_from_ranks, group_size
 from ..ranks.shard import Group, resolve_process_group
-from ..spec import CheckedBy, NotNegative, OneOf, Positive, checked
+from ..spec import CheckedBy, NotNegative, Positive, checked
 
 
 @checked
@@ -22,7 +22,7 @@ def clip_grad_norm_(
         Iterable[torch.Tensor] | torch.Tensor, CheckedBy("parameters, each with its gradient")
     ],
     max_norm: NotNegative,
-    norm_type: Positive | Annotated[str, OneOf(("inf",))] = 2.0,
+    norm_type: Positive | Literal["inf"] = 2.0,
     *,
     error_if_nonfinite: bool = False,
     tensor_parallel_group: Group = None,

@@ -11,7 +11,7 @@ import contextlib
 import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Annotated, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 from uuid import uuid4
 
 import torch
@@ -48,7 +48,7 @@ def gather_parts(x: torch.Tensor, world_size: int, group_name: str) -> torch.Ten
     return gathered
 
 
-HIDDEN_GRADS = ("all_reduce", "reduce_scatter", "none")
+HiddenGrad: TypeAlias = Literal["all_reduce", "reduce_scatter", "none"]
 # Clock cycles that what follows waits, so that the reduction's kernel begins before the next GEMM
 # takes every SM. On four H200, a GEMM of 831 us and an all-reduce of 8192 x 4096 in bf16, 342 us
 # alone, took 1200 us one after the other and as much issued at once; with 4000 cycles between them

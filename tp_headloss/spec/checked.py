@@ -8,7 +8,7 @@ import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterable
-from typing import Annotated, Any, TypeVar, Union
+from typing import Annotated, Any, Literal, TypeVar, Union
 
 import torch
 
@@ -25,6 +25,8 @@ def line_of(annotation: Any) -> Line | None:
     if typing.get_origin(annotation) is Annotated:
         said = next((x for x in annotation.__metadata__ if not isinstance(x, str)), None)
         return line_of(annotation.__origin__) if said is None else said
+    if typing.get_origin(annotation) is Literal:
+        return OneOf(typing.get_args(annotation))
     if typing.get_origin(annotation) in (Union, types.UnionType):
         members = typing.get_args(annotation)
         lines = [line_of(member) for member in members if member is not type(None)]

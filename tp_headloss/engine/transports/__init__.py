@@ -15,7 +15,7 @@ NCCL knows no all-reduce whose operator is the merge of families, so there are t
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 from ..request import Request
 from .gather import Gather
@@ -32,7 +32,8 @@ class Choice(NamedTuple):
     shared: Callable[[Request], Transport | None] | None = None
 
 
-TRANSPORTS = {
+TransportName: TypeAlias = Literal["auto", "gather", "sum", "symm_mem"]
+TRANSPORTS: dict[str, Choice] = {
     "auto": Choice(Gather(), find_symmetric_memory),
     "gather": Choice(Gather()),
     "sum": Choice(SumLanes()),

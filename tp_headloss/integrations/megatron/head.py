@@ -9,11 +9,13 @@ from typing import Annotated, Any, TypeAlias
 import torch
 import torch.distributed as dist
 
+from ...arguments.linear import Mode
 from ...arguments.options import Options, Transform
 from ...arguments.teachers import TeacherHead
 from ...head_loss import CrossEntropy, HeadLoss, HeadLossOutput, Metric, Term
 from ...head_loss.output import Observed
 from ...linear_head import Linear
+from ...ranks.comm import HiddenGrad
 from ...ranks.shard import VocabShard
 from ...spec import CheckedBy, Instance, Size, TupleOf, checked
 from .. import require
@@ -174,7 +176,7 @@ class MegatronHead(Observed):
             config: the model's TransformerConfig.
         """
         one_sweep = self.linear.mode == "one_sweep" and torch.is_grad_enabled()
-        mode = "one_sweep" if one_sweep else "recompute"
+        mode: Mode = "one_sweep" if one_sweep else "recompute"
         weight, labels, given = self._linear_arguments(weight, layer, labels, config, mode)
         if not one_sweep:
             return self._observed_losses(self.linear_loss.linear(hidden, weight, labels, **given))
@@ -210,7 +212,7 @@ class MegatronHead(Observed):
         )
         return self._observed_losses(out), out.stats.correct.transpose(0, 1) if counted else None
 
-    def _linear_arguments(self, weight, layer, labels, config, mode: str):
+    def _linear_arguments(self, weight, layer, labels, config, mode: Mode):
         """Weight, labels [s, b] and keyword arguments of `HeadLoss.linear` for an output layer."""
         weight = layer.weight if weight is None else weight
         refuse_options(config, layer)
@@ -295,12 +297,14 @@ def layer_shard(group, width: int, vocab_size: int | None) -> VocabShard:
     return VocabShard.from_group(group, padded if vocab_size is None else vocab_size, padded)
 
 
-def linear_options(linear: Linear, layer, weight: torch.Tensor, mode: str) -> Linear:
+def linear_options(linear: Linear, layer, weight: torch.Tensor, mode: Mode) -> Linear:
     """Return `Linear` options that reduce dH and store dW as the output layer would."""
     partial = (
         layer.tp_group.size() > 1 and not layer.sequence_parallel and not layer.allreduce_dgrad
     )
-    how = "reduce_scatter" if layer.sequence_parallel else "none" if partial else "all_reduce"
+    how: HiddenGrad = (
+        "reduce_scatter" if layer.sequence_parallel else "none" if partial else "all_reduce"
+    )
     # dW goes to an fp32 main_grad if it can be added there; otherwise it is returned, and DDP's
     # hook adds it
     fused = layer.gradient_accumulation_fusion and weight.requires_grad and torch.is_grad_enabled()

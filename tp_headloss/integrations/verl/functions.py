@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Annotated
+from typing import Literal
 
 import torch
 
@@ -20,7 +20,6 @@ from ...spec import (
     Floating,
     Ids,
     NumberLine,
-    OneOf,
     Rows,
     Size,
     Temperature,
@@ -111,7 +110,7 @@ def linear_cross_entropy(
     weight: Rows,
     labels: Ids,
     temperature: Temperature = 1.0,
-    reduction: Annotated[str, OneOf(("none", "sum", "mean"))] = "none",
+    reduction: Literal["none", "sum", "mean"] = "none",
     dist_process_group: Group = None,
     *,
     shard: VocabShard | None = None,
