@@ -205,7 +205,6 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
             "a scalar": refused("ValueError: logits must have a vocabulary dimension, got a scalar", lambda here: hl.vocab_statistics(here.x.sum(), shard=here.shard)),
             "no labels": refused("ValueError: labels are needed, got None", with_head(keywords={"labels": None})),
             "no labels to shift": refused("ValueError: labels are needed, got None", lambda here: hl.CausalLMLoss()(here.x, None, shard=here.shard)),
-            "check without labels": refused("ValueError: check=True checks labels, got none", lambda here: hl.vocab_statistics(here.x, shard=here.shard, options=hl.Options(check=True))),
         },
         "-inf in some columns, or in all of a shard": {
             "first half -inf": edited(1, first, -INF),

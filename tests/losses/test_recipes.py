@@ -129,3 +129,25 @@ def test_a_teacher_of_another_tokenizer():
     expected = (theirs.exp() * (theirs - own)).sum(-1)
     found = recipes()["at_aligned_ids"](batch.logits, ids, theirs)
     expect_equal(batch, found.mean(), expected.mean())
+
+
+@pytest.mark.parametrize("margin", [0.0, 5.0, 10.0, 20.0])
+def test_unlikelihood(margin):
+    """Also where one of the ids has nearly all of the probability, with ids that are none."""
+    batch = Batch()
+    ids = torch.stack([torch.randperm(V)[:3] for _ in range(B * S)]).view(B, S, 3)
+    logits = batch.logits.detach()
+    batch.logits = logits.scatter(-1, ids[..., :1], logits.amax(-1, keepdim=True) + margin)
+    ids[torch.rand(B, S, 3) < 0.3] = -1
+    batch.logits = batch.logits.float().double().requires_grad_()
+    own = torch.nn.functional.one_hot(ids.clamp(min=0), V).bool()
+    # log(1 - p), of the other ids
+    rest = batch.logits[..., None, :].masked_fill(own, -torch.inf).logsumexp(-1)
+    rest = rest - batch.logits.logsumexp(-1)[..., None]
+    expected = -torch.where(ids >= 0, rest, 0.0).sum(-1)
+    leaf = batch.logits.detach().float().requires_grad_()
+    found = recipes()["unlikelihood"](leaf, ids)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-7)
+    (expected * torch.arange(1, B * S + 1).view(B, S)).sum().backward()
+    (found * torch.arange(1, B * S + 1).view(B, S)).sum().backward()
+    torch.testing.assert_close(leaf.grad.double(), batch.logits.grad, rtol=1e-4, atol=1e-5)

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import inspect
 import re
+import textwrap
 import typing
 
 import numpy as np
@@ -346,6 +347,50 @@ def test_an_argument_without_a_line_does_not_import():
     def function(x: torch.Tensor, scale: hl.spec.Positive = 1.0): ...
 
     with pytest.raises(TypeError, match="annotation of x must be a line"):
+        hl.spec.checked(function)
+
+
+def entries_of(function) -> dict[str, str]:
+    """The text about each argument in a docstring's section "Args"."""
+    section = re.search(r"^Args:\n((?: {4}.*\n?)*)", inspect.getdoc(function) or "", re.M)
+    found = re.findall(
+        r"^ {4}(\w+): ((?:.*\n?)(?: {8}.*\n?)*)", section[1] if section else "", re.M
+    )
+    return {name: " ".join(text.split()) for name, text in found}
+
+
+DOCUMENTED = {f"{f.__module__}.{f.__qualname__}": f for f in (*CHECKED.values(), *HOSTS)}
+
+
+@pytest.mark.parametrize("key", DOCUMENTED)
+def test_what_is_said_about_an_argument_is_whole_sentences_said_once(key):
+    for name, text in entries_of(DOCUMENTED[key]).items():
+        sentences = [x.strip(" .").lower() for x in re.split(r"(?<=[.:;]) ", text)]
+        cut = [x for x in sentences if re.search(r"\b(as in|see|of the|in the|with)$", x)]
+        assert not cut, f"{name} ends within a sentence: {cut}"
+        pairs = [(x, y) for x, y in zip(sentences, sentences[1:]) if x and y]
+        twice = [x for x, y in pairs if y.startswith(x) or x.startswith(f"{y}, or")]
+        assert not twice, f"{name} says twice: {twice}"
+
+
+@pytest.mark.parametrize("key", DOCUMENTED)
+def test_an_argument_that_is_not_used_is_in_no_line_of_its_function(key):
+    function = inspect.unwrap(DOCUMENTED[key])
+    unused = {n for n, line in DOCUMENTED[key].lines.items() if line.says == "not used"}
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function))) if unused else ast.Module([], [])
+    assert not unused & {x.id for x in ast.walk(tree) if isinstance(x, ast.Name)}
+
+
+def test_a_docstring_with_a_line_that_belongs_to_no_argument_does_not_import():
+    def function(x: bool, y: bool):
+        """Return nothing.
+
+        Args:
+            x, y: as in
+            `other`.
+        """
+
+    with pytest.raises(TypeError, match=r"indented below its name, got '`other`\.'"):
         hl.spec.checked(function)
 
 

@@ -114,6 +114,27 @@ def test_the_guide_has_two_instances_of_one_class_and_they_are_right(ranks, caps
     assert ranks > 1 or capsys.readouterr().out == "tensor([8.]) tensor([8.])\n"
 
 
+@pytest.mark.parametrize("order", [0.3, 0.5, 0.9, 1.1, 3.0])
+def test_the_guides_statistic_is_right_for_orders_on_both_sides_of_1(order):
+    scope = {}
+    with registered():
+        exec(marked_block("run", "renyi"), scope)
+        hl.register_statistic(scope["Renyi"](order, "renyi"))
+        logits, _ = problem()
+        logits[:, 3] = -torch.inf
+        leaf, z = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+        found = hl.vocab_statistics(
+            leaf, want=("renyi",), options=hl.Options(backend="torch")
+        ).renyi
+    expected = (order * z.log_softmax(-1)).exp().sum(-1).log() / (1 - order)
+    torch.testing.assert_close(found, expected)
+    (found.sum() + 0 * leaf[:, 0].sum()).backward()
+    kept = z[:, [i for i in range(V) if i != 3]]
+    of_kept = (order * kept.log_softmax(-1)).exp().sum(-1).log() / (1 - order)
+    (slope,) = torch.autograd.grad(of_kept.sum(), z)
+    torch.testing.assert_close(leaf.grad, slope)
+
+
 def renamed(**names):
     """A family of one statistic with other names in some fields."""
     family = Sums("own", (POWER,))
@@ -361,7 +382,8 @@ def test_a_statistic_about_the_label_is_refused_in_calls_without_labels():
 
 def test_a_family_without_relative_rows_may_name_its_merged_sums_otherwise():
     class Top(Family):
-        statistics, packet, merged, adds_up = ("largest",), ("tilemax",), ("top",), False
+        statistics = gradients = ("largest",)
+        packet, merged, adds_up = ("tilemax",), ("top",), False
 
         def local(self, tile, softmax, rows):
             return {"tilemax": tile.z.amax(-1)}
@@ -411,6 +433,8 @@ def test_a_gradient_that_is_wrong_with_or_without_labels_alone_is_found(labelled
 
 def test_an_infinite_or_unknown_value_is_no_disagreement():
     class Own(Sums):
+        coefficient, direct = Family.coefficient, Family.direct
+
         def finish(self, sums, joined):
             values, merged = super().finish(sums, joined)
             return {"own": torch.where(joined.top > 2, torch.nan, values["own"])}, merged

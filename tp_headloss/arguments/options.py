@@ -94,7 +94,9 @@ class Options:
             weight below 0, as log-weights are, or that names token, column, rank and count of a NaN (or
             an infinity that makes one) in logits, hidden states, weight, bias, teacher, inputs or
             token weights, or the token of a temperature that is not positive or of logits that are
-            all -inf, on every rank, after a host synchronisation.
+            all -inf, on every rank, after a host synchronisation. Calls without labels check the rest,
+            and `sample`, `kept_ids` and `topk_log_probs`, with a pass over the logits for it, also
+            the values of a `SamplingRule`'s tensors.
         validate: "metadata" looks at what this rank can see, "full" has the ranks of the group
             compare their calls first, so that a mistake on one is the same exception on all (eager
             only; for debugging); "checksums" is "full" and compares the bits of replicated hidden

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Annotated
@@ -9,7 +10,14 @@ from typing import Annotated
 import torch
 
 from ..spec import LEAST, Floating, Ids, IntLine, NumberLine, Share, Sizes, TensorLine, checked
+from ..spec.checks import refuse_tokens
 
+# of values in tensors: name, lowest, highest, words
+RANGES = (
+    ("top_k", 1, math.inf, "at least 1"),
+    ("top_p", LEAST, 1, "in (0, 1]"),
+    ("min_p", 0, 1, "in [0, 1]"),
+)
 MOST_IDS = 1 << 24  # so that a logit and an id fit an int64, and the masses of all ids have 38 bits
 
 
@@ -29,9 +37,10 @@ class SamplingRule:
         top_p: keep the likeliest of what remains, renormalised, until they hold top_p, in (0, 1];
             the first always.
 
-    Values in tensors are not looked at: a top_k below 1, a top_p not above 0, or a min_p not in [0,
-    1] keeps nothing. All ranks of a group pass the same rule; ``Options(validate="full")`` finds what
-    differs.
+    Values in tensors are looked at with ``Options(check=True)`` alone, which raises for one out of
+    range. Without it a top_k below 1, a top_p not above 0, or a min_p not in [0, 1] keeps nothing,
+    and a top_p above 1 keeps all. All ranks of a group pass the same rule;
+    ``Options(validate="full")`` finds what differs.
 
     Examples:
         >>> SamplingRule(top_k=50, top_p=0.9)
@@ -56,6 +65,23 @@ class SamplingRule:
         for name in ("top_k", "top_p", "min_p"):
             if isinstance(value := getattr(self, name), torch.Tensor):
                 TensorLine("real numbers").check(name, value, sizes)
+
+    def expect_in_range(self):
+        """Raise ValueError with the first token whose value in a tensor no rule can have.
+
+        Waits for a GPU.
+        """
+        for name, lowest, highest, says in RANGES:
+            x = getattr(self, name)
+            if isinstance(x, torch.Tensor):
+                values = x.double()  # in which the lowest top_p is not 0
+                refuse_tokens(
+                    ~((values >= lowest) & (values <= highest)),  # NaN is in no range
+                    lambda token: (
+                        f"{name} of token {token} (flat index) must be {says}, got "  # noqa: B023 (called at once)
+                        f"{x.flatten()[token].item():g}"  # noqa: B023
+                    ),
+                )
 
     def map_tokens(self, function: Callable[[torch.Tensor], torch.Tensor]) -> SamplingRule:
         """The rule with function(x) in place of each tensor [..] of values per token."""

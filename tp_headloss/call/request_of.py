@@ -77,9 +77,13 @@ def build_request(given: Given, order_of=None) -> Request:
 
 def _check_ids_of_call(given: Given):
     """Raise ValueError for the first token of whose sets, ids or entries one is no id."""
-    known = given.labels, int(given.ignore_index), given.shard.vocab_size
+    labels, ignore_index = given.labels, int(given.ignore_index)
+    if labels is None:  # any that are not ignored
+        labels = torch.zeros(given.logits.shape[:-1], dtype=torch.int64, device=given.logits.device)
+        ignore_index = -1
+    known = labels, ignore_index, given.shard.vocab_size
     if given.sets is not None:
-        check_sets(given.sets, *known)
+        check_sets(given.sets, *known, has_labels=given.labels is not None)
     if given.ids is not None:
         check_ids(given.ids, *known)
     if isinstance(given.teacher, TopKTeacher):
@@ -223,10 +227,6 @@ def _vocabulary_is_second(logits, labels) -> bool:
 def _validate_want(given: Given):
     """Raise ValueError unless the labels and the vocabulary are as the statistics need them."""
     vocab_size = given.shard.vocab_size
-    if given.labels is None and given.options.check:
-        raise ValueError(
-            "check=True checks labels, got none: leave it out of a call without labels"
-        )
     for name in ("argmax", "rank"):
         if name in given.want and vocab_size > 1 << 24:
             raise ValueError(f"{name} needs a vocabulary of at most 2^24 ids, got {vocab_size}")

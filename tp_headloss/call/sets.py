@@ -51,19 +51,31 @@ def set_tensors(
     return dict(zip(("sets", "set_spans"), known))
 
 
-def check_sets(sets: IdSets, labels, ignore_index: int, vocab_size: int):
-    """Raise ValueError with the first token whose set holds an unknown id or lacks its label."""
+def check_sets(sets: IdSets, labels, ignore_index: int, vocab_size: int, has_labels: bool = True):
+    """Raise ValueError with the first token whose set holds an unknown id or lacks its label.
+
+    has_labels: False for a call without labels, where a set must not be empty instead.
+    """
     ids, spans = flat_ids(sets, lambda x: x.reshape(labels.numel(), x.shape[-1]))
     row, place = rows_and_places(spans)
     labels = labels.reshape(-1)
     unknown = torch.zeros(len(spans), dtype=torch.bool, device=ids.device)
     unknown[row[ids[place] >= vocab_size]] = True
-    unknown |= ~ragged(ids, spans).contains(labels)
+    if has_labels:
+        unknown |= ~ragged(ids, spans).contains(labels)
+    else:
+        has_ids = torch.zeros_like(unknown)
+        has_ids[row[ids[place] >= 0]] = True
+        unknown |= ~has_ids
+
+    def needed(token: int) -> str:
+        return f" and its label {int(labels[token])}" if has_labels else ", one at least"
+
     refuse_tokens(
         (labels != ignore_index) & unknown,
         lambda token: (
-            f"the set of token {token} (flat index) must hold ids below {vocab_size} and its label "
-            f"{int(labels[token])}, got {ids[slice(*spans[token].tolist())].tolist()[:20]}"
+            f"the set of token {token} (flat index) must hold ids below {vocab_size}"
+            f"{needed(token)}, got {ids[slice(*spans[token].tolist())].tolist()[:20]}"
         ),
     )
 

@@ -64,7 +64,10 @@ def vocab_statistics(
             all others one.
         sets: `IdSets` whose statistics are in ``want``, such as those of `kept_ids`.
         ids: global ids whose log-probs are "log_probs_at" [.., K], in any order, also several
-            times. A negative id is none, and one at or beyond the vocabulary is NaN.
+            times. A negative id is none, and one at or beyond the vocabulary is NaN. They are z -
+            lse, rounded, so 0 above -6e-8, as those of an fp32 log_softmax. Near 0 accurate are
+            log_prob, with the id as label, and log(1 - p), the "tail_log_mass" of a
+            ``TopKTeacher(ids, log_probs, renormalize=False)``.
         total_weight: column weights w of ``total`` (class weights), not differentiable.
         ignore_index: label of tokens that are left out.
 
@@ -215,7 +218,10 @@ def assembled(
         outputs = request.order.restored(outputs, request.layout.outputs)
     if check:
         found = dict(zip(request.layout.outputs, outputs))
-        _check_labels(labels, found["owners"], found["valid"], request.shard)
+        if labels is None:
+            found["valid"] = torch.ones_like(found["lse"], dtype=torch.bool)
+        else:
+            _check_labels(labels, found["owners"], found["valid"], request.shard)
         with torch.no_grad():
             expect_teacher_logits(request, found["valid"])
             expect_known(found, request, operands or {}, overwritten)

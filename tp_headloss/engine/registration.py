@@ -15,6 +15,7 @@ from ..spec import Instance, checked
 from ..statistics import SOFTMAX, Family, VocabStatistics, known_statistics, owners_of_rows
 from . import eager
 from .trial import GRADIENT, LABELS, Trial, has_own, try_family
+from .watched import watched
 
 # Methods that return names, and how an error calls these names
 ROWS = {"packet_rows": "packet rows", "merged_rows": "merged rows", "second_rows": "second rows"}
@@ -31,12 +32,14 @@ def register_statistic(family: Annotated[Family, Instance(Family)]) -> None:
     Their values are attributes of `VocabStatistics`. Ranks register the same families, in any
     order. The methods in plain torch are tried once on small numbers, where they must agree: a
     vocabulary in one part and in two, with a label and without, and the gradient with finite
-    differences.
+    differences. On GPUs a call that wants the statistics needs `device`, the same methods as Triton
+    functions, or ``Options(backend="torch")``.
 
     Args:
         family: what is summed over the vocabulary, how sums merge and what is differentiated, in
-            plain torch, and the same as device functions for Triton (`device`). The guide "Your own
-            loss" explains each method, and `statistics.family` has the contract.
+            plain torch, and for GPUs the same as device functions (`device`). The guide "Your own
+            loss" explains each method, and `statistics.family` has the contract. Change none of its
+            attributes afterwards.
 
     Returns:
         None.
@@ -55,8 +58,10 @@ def register_statistic(family: Annotated[Family, Instance(Family)]) -> None:
     _check_statistics(family)
     _check_rows(family)
     _check_methods(family)
-    trial = Trial(family, statistics.families_with(family))
-    with torch.device("cpu"):
+    tried = watched(family)
+    trial = Trial(tried, statistics.families_with(tried))
+    # tensors of inference mode do not say whether they were changed
+    with torch.device("cpu"), torch.inference_mode(False), torch.no_grad():
         _check_results(trial)
         try_family(trial)
     statistics.add_family(family)
@@ -71,10 +76,15 @@ def _check_statistics(family: Family) -> None:
                 f"{type(family).__name__}.{field} must be a tuple of names such as ('energy',), "
                 f"got {names!r}"
             )
+    if not family.statistics:
+        raise ValueError(
+            f"{type(family).__name__}.statistics must not be empty, got (): the names that `want` "
+            "may hold, such as ('energy',)"
+        )
     own = _reported(family)
     others = {name for known in statistics.FAMILIES for name in _reported(known)}
     taken = sorted(own & {*others, *known_statistics(), *OF_CARRIERS, *dir(VocabStatistics)})
-    if taken or not family.statistics:
+    if taken:
         raise ValueError(
             f"family must have statistics with names of their own, got {list(family.statistics)}, "
             f"of which {taken} are taken: in one process, register a family once, and start "

@@ -12,6 +12,7 @@ the statistic is the one that was meant, and it looks at the methods in plain to
 
 from __future__ import annotations
 
+import contextlib
 from typing import TypeAlias
 
 import torch
@@ -178,6 +179,7 @@ class Trial:
         of_lse = (request.tensors.logits / TEMPERATURE).softmax(-1) / TEMPERATURE
         slopes = self.slopes(labels)
         upstream = torch.linspace(0.5, 2.0, len(LOGITS), dtype=torch.float64)
+        self.expect_named_gradients(request, merged, of_lse)
         for name in (*self.family.gradients, None):
             found = torch.zeros_like(request.tensors.logits)
             # there is the gradient of lse besides, to which the methods add
@@ -210,6 +212,27 @@ class Trial:
             told = f"the gradient of lse + {name}" if name else "the gradient of lse"
             named = {told: found}, {told: expected}
             self.compare(*named, *words, (*GRADIENT, "finish", *SUMS), SLOPE_TOLERANCE)
+
+    def expect_named_gradients(self, request: Request, merged, of_lse) -> None:
+        """Raise ValueError if the methods have the gradient of a statistic that `gradients` does not
+        name, so that no call would ask for it."""
+        for name in self.values(request):
+            if name in self.family.gradients:
+                continue
+            found = torch.zeros_like(of_lse)
+            one = torch.ones(len(LOGITS), dtype=torch.float64)
+            with contextlib.suppress(Exception):  # no method knows it
+                passes.write_gradient(found, request, merged, {"lse": one, name: one})
+                if not torch.allclose(found, of_lse, rtol=0, atol=VALUE_TOLERANCE):
+                    break
+        else:
+            return
+        owner = type(self.family).__name__
+        raise ValueError(
+            f"{owner}.gradients must name the statistics of which methods have the gradient, got "
+            f"{self.family.gradients!r}, but {name!r} has one: gradients = "
+            f"{(*self.family.gradients, name)!r}"
+        )
 
     def slopes(self, labels: Labels) -> dict[str, torch.Tensor]:
         """Return finite differences [N, WIDTH] of the values with respect to the logits.

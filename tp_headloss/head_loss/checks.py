@@ -248,6 +248,8 @@ def _checked_inputs(definition: HeadLossDefinition, inputs, labels, sequences) -
     _refuse_other_names(needed, set(inputs))
     out = {}
     has_ids = any(name in definition.want for name in AT_IDS)
+    # beside sequences, [K] may be a value for each of them
+    wanted_ids = inputs.get("ids") if has_ids and sequences is None else None
     for name, value in inputs.items():  # teacher and sets are checked with the statistics
         is_of_ids = has_ids and (name == "ids" or _has_values_of_ids(value, labels))
         line = definition.plan.inputs.get(name)
@@ -258,6 +260,7 @@ def _checked_inputs(definition: HeadLossDefinition, inputs, labels, sequences) -
         elif line is None:
             out[name] = value
         else:
+            _refuse_values_of_ids(name, value, labels, wanted_ids)
             out[name] = _per_token(name, value, labels, sequences, line)
     return out
 
@@ -301,6 +304,30 @@ def _expect_values_of_ids(name: str, value: torch.Tensor, ids):
         raise ValueError(
             f"input {name!r} must have a value for each of a token's {ids.shape[-1]} ids, or one "
             f"per token {list(value.shape[:-1])}, got {list(value.shape)}"
+        )
+
+
+def _refuse_values_of_ids(name: str, value, labels, ids):
+    """Raise ValueError for ids [.., K] whose log-probs nothing wants, and for values of K ids that
+    are not those of each token.
+
+    ids: those whose log-probs are asked for, if any.
+    """
+    if ids is None:
+        if name == "ids" and _has_values_of_ids(value, labels):
+            raise ValueError(
+                f"'ids' [.., K] is for a term or metric with want=('log_probs_at',), got "
+                f"{list(value.shape)} where nothing wants log_probs_at"
+            )
+        return
+    lead, count = list(labels.shape), ids.shape[-1]
+    shape = list(getattr(value, "shape", ()))
+    fits = len(shape) <= len(lead) + 1 and shape[-1:] == [count]
+    one_per_token = len(shape) == len(lead) and all(n in (1, m) for n, m in zip(shape, lead))
+    if fits and not one_per_token and all(n in (1, m) for n, m in zip(shape[-2::-1], lead[::-1])):
+        raise ValueError(
+            f"input {name!r} must be {lead}, a value per token, or {[*lead, count]}, one for each of "
+            f"its ids, got {shape}: pass its .expand({', '.join(map(str, [*lead, count]))})"
         )
 
 

@@ -155,7 +155,7 @@ class HeadLossDefinition(NamedTuple):
         two ways.
         """
         terms = [
-            StatisticsFunction(f"term {term.name!r}", term.function, term.inputs)
+            StatisticsFunction(f"term {term.name!r}", term.function, term.inputs, is_loss=True)
             for term in self.terms
         ]
         named = (

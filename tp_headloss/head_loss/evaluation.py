@@ -28,6 +28,7 @@ class StatisticsFunction(NamedTuple):
     function: Callable | StatisticValue
     inputs: tuple[str, ...] = ()
     may_return: tuple[str, ...] = ()  # of the names that are `RESERVED`
+    is_loss: bool = False
 
 
 def names_read(function) -> set[str]:
@@ -61,7 +62,7 @@ def evaluate(
         if not isinstance(function.function, StatisticValue):
             if value is None:
                 _expect_statistics(function, stats, inputs)
-            expect_per_token(function.owner, value, stats.lse.shape)
+            expect_per_token(function.owner, value, stats.lse.shape, function.is_loss)
     with torch.no_grad():
         by_token, by_sequence = _metric_values(metrics, stats, inputs), {}
         if by_token and (sequences := inputs.get("sequences")) is not None:
@@ -180,12 +181,34 @@ def expect_distinct_names(metrics: dict[str, torch.Tensor], others: dict[str, to
 
 def _call_function(function: StatisticsFunction, stats, inputs):
     """Call a function. Raises ValueError if it reads an optional statistic that no term or metric
-    asked for."""
+    asked for; other errors get a note that names it."""
     try:
         return function.function(stats, **{name: inputs[name] for name in function.inputs})
     except (TypeError, AttributeError, MissingStatistics) as error:
         _expect_statistics(function, stats, inputs, error)
+        _add_note(error, function, stats, inputs)
         raise
+    except Exception as error:
+        _add_note(error, function, stats, inputs)
+        raise
+
+
+@uncompiled("it writes a note on an error")
+def _add_note(error: Exception, function: StatisticsFunction, stats, inputs):
+    """Add a note to an error that names the function and the shapes that it got."""
+    if not hasattr(error, "add_note"):  # before Python 3.11
+        return
+    said = f"in {function.owner}, whose statistics are {list(stats.lse.shape)}"
+    given = {name: inputs[name] for name in function.inputs}
+    shapes = [f"{k!r} {list(x.shape)}" for k, x in given.items() if isinstance(x, torch.Tensor)]
+    if shapes:
+        said += f" and inputs {', '.join(shapes)}"
+    if stats.log_probs_at is not None:
+        of_ids = list(stats.log_probs_at.shape)
+        said += (
+            f"; log_probs_at are {of_ids}, to which x[..., None] of a value per token broadcasts"
+        )
+    error.add_note(said)
 
 
 def _expect_statistics(function: StatisticsFunction, stats, inputs, error: Exception | None = None):

@@ -257,8 +257,8 @@ class HeadLoss(nn.Module):
         """Say which way `linear` takes with such arguments, as `explain` does for logits.
 
         Args:
-            hidden, weight, labels, bias, shard, token_weight, denominator, transform, inputs,
-            linear: as in `linear`.
+            hidden, weight, labels, bias, shard: as in `linear`.
+            token_weight, denominator, transform, inputs, linear: as in `linear`.
 
         Raises:
             TypeError, ValueError: as in `linear`, but for a budget without room for a block.

@@ -42,7 +42,8 @@ class Term:
         class_weight: replicated, column weights of the statistic "total", read in each call.
         inputs: names of the function's keyword arguments, which ``HeadLoss.forward(inputs={...})``
             passes: tensors that broadcast to the labels' shape, "sequences", "teacher", "sets" or
-            "ids".
+            "ids". Where the function wants "log_probs_at", "ids" are [.., K], and an input may have a
+            value for each; those below 0 are none.
         tokenwise: True promises that a token's value depends on this token alone, so that the
             function may be called with some of the tokens [n] at a time, as a one-sweep
             `HeadLoss.linear` does. A `StatisticValue` always is.
@@ -50,7 +51,8 @@ class Term:
             log_prob, entropy, total, mass, forward_kl, reverse_kl, topk_forward_kl,
             vocab_forward_kl, tail_log_mass, teacher_mass and its inputs, with constants that never
             change (also of vocab_size). On the GPUs that `Options.gradient` names it is
-            then traced once, and evaluated by the launch that reads the logits.
+            then traced once, and evaluated by the launch that reads the logits. A term that wants
+            other statistics is evaluated as a `tokenwise` one.
 
     Examples:
         >>> focal = Term(

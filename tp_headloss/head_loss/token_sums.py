@@ -13,6 +13,9 @@ def masked(
     makes them small. Tokens of weight 0 give 0, too, unless the weight requires a gradient.
     """
     if weight is not None:
+        if valid is not None and weight.requires_grad:
+            # where the value is infinite, the gradient of its weight would be NaN
+            values = torch.where(valid, values, 0.0)
         values = values.double() * weight
         if valid is not None and not weight.requires_grad:
             valid = valid & (weight != 0)
@@ -27,12 +30,17 @@ def nonzero(denominator: torch.Tensor | float) -> torch.Tensor | float:
     return denominator.double().masked_fill(denominator == 0, float("inf"))
 
 
-def expect_per_token(owner: str, value, shape: torch.Size):
+def expect_per_token(owner: str, value, shape: torch.Size, is_loss: bool = False):
     """Raise TypeError or ValueError unless the value is a real tensor of this shape, one number per
-    token."""
+    token; is_loss: of floating point."""
     if not isinstance(value, torch.Tensor) or value.is_complex():
         got = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
         raise TypeError(f"{owner} must return a real tensor with a value per token, got {got}")
+    if is_loss and not value.is_floating_point():
+        raise TypeError(
+            f"{owner} must return a loss per token, floating point, got {value.dtype}, which has no "
+            "gradient: return its .float(), or make it a Metric"
+        )
     if value.shape != shape:
         hint = ", and HeadLoss averages: do not average there" if value.dim() == 0 else ""
         raise ValueError(

@@ -26,6 +26,8 @@ same log-probs, divide it by C.
 
 from __future__ import annotations
 
+from typing import Annotated, Any, TypeAlias
+
 import torch
 
 from ..arguments.id_sets import IdSets
@@ -34,7 +36,7 @@ from ..call.subclasses import is_dtensor
 from ..linear_head import Linear, linear_vocab_statistics
 from ..ranks.comm import group_size
 from ..ranks.shard import Group
-from ..spec import Count, Floating, Ids, Logits, Rows, Size, Unused, checked
+from ..spec import Absent, CheckedBy, Count, Floating, Ids, Logits, Rows, Size, checked
 from .nemo_rl_distillation import get_distillation_topk_logprobs_from_logits
 from .nemo_rl_sampling import kept_by, log_probs_over, sets_of_next_tokens
 from .rl_tokens import (
@@ -59,21 +61,26 @@ __all__ = [
     "get_next_token_logprobs_from_logits",
 ]
 SEQUENCE_PARALLEL = Linear(hidden_grad="reduce_scatter")
+SamplingParams: TypeAlias = Annotated[
+    Any,
+    CheckedBy("an object with top_k and top_p (TrainingSamplingParams), or a mapping, or None"),
+]
+SamplingMask: TypeAlias = Annotated[Any, CheckedBy("NeMo-RL's SamplingMask, or None")]
 
 
 @checked
 def get_next_token_logprobs_from_logits(
     input_ids: TokensNotShifted,
     next_token_logits: Logits,
-    seq_index: Unused = None,
+    seq_index: Absent = None,
     vocab_parallel_rank: Count | None = None,
     vocab_parallel_group: TpGroup = None,
     context_parallel_group: CpGroup = None,
-    sampling_params: Unused = None,
+    sampling_params: SamplingParams = None,
     chunk_size: int | None = None,
-    cp_sharder: Unused = None,
+    cp_sharder: Absent = None,
     *,
-    sampling_mask: Unused = None,
+    sampling_mask: SamplingMask = None,
     vocab_size: VocabSize | None = None,
 ) -> torch.Tensor:
     """Return the log-probs [B, S - 1] fp32 of the next tokens, replicated.
@@ -82,11 +89,9 @@ def get_next_token_logprobs_from_logits(
         next_token_logits: [B, S or more, V/P], under context parallelism [B, L, V/P], sharded on V
             in even shards of vocab_parallel_group, a DTensor, or without a group the whole
             vocabulary.
-        sampling_params: object with top_k and top_p (TrainingSamplingParams), or a mapping. No
-            temperature is applied.
-        sampling_mask: NeMo-RL's SamplingMask of the tokens, token_ids [B, S, K] and sizes [B, S],
-            or the batch that has it, in the place of top_k and top_p, which are not looked at then.
-        seq_index, cp_sharder: None.
+        sampling_params: no temperature is applied.
+        sampling_mask: of the tokens, token_ids [B, S, K] and sizes [B, S], or the batch that has
+            it, in the place of top_k and top_p, which are not looked at then.
 
     Raises:
         TypeError: sampling_params of another class.
@@ -112,9 +117,9 @@ def from_parallel_logits_to_logprobs(
     inference_only: InferenceOnly = False,
     cp_group: CpGroup = None,
     chunk_size: int | None = None,
-    sampling_params: Unused = None,
+    sampling_params: SamplingParams = None,
     *,
-    sampling_mask: Unused = None,
+    sampling_mask: SamplingMask = None,
     vocab_size: VocabSize | None = None,
 ) -> torch.Tensor:
     """Return the log-probs [B, S - 1] fp32 of the next tokens, replicated, from logits of shards of
@@ -144,7 +149,7 @@ def from_parallel_logits_to_logprobs_packed_sequences(
     inference_only: InferenceOnly = False,
     cp_group: CpGroup = None,
     chunk_size: int | None = None,
-    sampling_params: Unused = None,
+    sampling_params: SamplingParams = None,
     target_is_pre_rolled: bool = False,
     *,
     vocab_size: VocabSize | None = None,

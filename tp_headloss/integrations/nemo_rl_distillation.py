@@ -7,7 +7,7 @@ import torch
 from ..call.dtensor import local_part
 from ..call.statistics import vocab_statistics
 from ..engine.autograd import FromShards
-from ..spec import Count, Floating, Ids, Logits, Unused, checked
+from ..spec import Absent, Count, Floating, Ids, Logits, checked
 from .rl_tokens import CpGroup, RankedTokens, TpGroup, VocabSize, even_shard_of_rank, refuse
 
 
@@ -21,7 +21,7 @@ def get_distillation_topk_logprobs_from_logits(
     vocab_parallel_rank: Count | None = None,
     vocab_parallel_group: TpGroup = None,
     context_parallel_group: CpGroup = None,
-    cp_sharder: Unused = None,
+    cp_sharder: Absent = None,
     *,
     vocab_size: VocabSize | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:

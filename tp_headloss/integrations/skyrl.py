@@ -16,7 +16,7 @@ that of unpacked ones is the sum.
 
 from __future__ import annotations
 
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import torch
 
@@ -24,6 +24,7 @@ from ..call.statistics import vocab_statistics
 from ..linear_head import Linear
 from ..ranks.comm import group_size, sum_over_ranks
 from ..spec import (
+    CheckedBy,
     Count,
     Floating,
     Ids,
@@ -33,7 +34,6 @@ from ..spec import (
     Rows,
     Size,
     TensorLine,
-    Unused,
     checked,
 )
 from .nemo_rl import from_parallel_logits_to_logprobs
@@ -63,6 +63,7 @@ __all__ = [
     "from_parallel_logits_to_logprobs_packed_sequences",
     "vocab_parallel_entropy_packed_sequences",
 ]
+SequenceLengths: TypeAlias = Annotated[Any, CheckedBy("lists of lengths, or None")]
 Attended: TypeAlias = Annotated[torch.Tensor, TensorLine("bool or integers", None)]
 
 
@@ -79,7 +80,7 @@ def from_parallel_logits_to_logprobs_packed_sequences(
     cp_group: CpGroup = None,
     chunk_size: int | None = None,
     attention_mask: Attended | None = None,
-    sub_seq_lengths: Unused = None,
+    sub_seq_lengths: SequenceLengths = None,
     *,
     vocab_size: VocabSize | None = None,
 ) -> torch.Tensor:
@@ -164,7 +165,7 @@ def from_parallel_hidden_to_logprobs_packed_sequences(
     cp_group: CpGroup = None,
     chunk_size: int | None = None,
     attention_mask: Attended | None = None,
-    sub_seq_lengths: Unused = None,
+    sub_seq_lengths: SequenceLengths = None,
     temperature: PositiveFp32 = 1.0,
     fused_backend: str = "torch",
     *,
@@ -192,7 +193,7 @@ def vocab_parallel_entropy_packed_sequences(
     attention_mask: Attended,
     loss_mask: Real | None,
     cp_group: CpGroup,
-    sub_seq_lengths: Unused = None,
+    sub_seq_lengths: SequenceLengths = None,
     chunk_size: int | None = None,
     chunk_memory_mb: int = 512,
     *,
@@ -236,7 +237,7 @@ def from_parallel_hidden_to_entropy_packed_sequences(
     loss_mask: Real | None,
     cp_group: CpGroup,
     tp_group: TpGroup,
-    sub_seq_lengths: Unused = None,
+    sub_seq_lengths: SequenceLengths = None,
     chunk_size: int | None = None,
     temperature: PositiveFp32 = 1.0,
     *,

@@ -55,11 +55,11 @@ def linear_vocab_statistics(
     of an old policy or a reference need no graph: call it under ``torch.no_grad()``.
 
     Args:
-        linear: `Linear`: the reduction of dH, the memory, how logits are made.
+        linear: the reduction of dH, the memory, how logits are made.
         shard: the rows of ``weight``; None: it holds the whole vocabulary, or is a DTensor that is
             ``Shard(0)``.
         labels, want, transform, sets, ids, total_weight, ignore_index, options: as in
-        `vocab_statistics`.
+            `vocab_statistics`.
         teacher: as in `vocab_statistics`, or a `TeacherHead`.
 
     Raises:

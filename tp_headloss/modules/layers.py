@@ -119,7 +119,7 @@ class VocabParallelHead(VocabRows):
         weight: parameter to tie to, for example `VocabParallelEmbedding.weight`.
         transform: `Transform` of the logits before losses and statistics, in numbers: the bias is
             the module's own.
-        linear: `Linear`. Its hidden_grad says how the gradient of the hidden states is reduced over
+        linear: its hidden_grad says how the gradient of the hidden states is reduced over
             the group: "all_reduce" for replicated hidden states, "reduce_scatter" for sequence
             parallelism (hidden [S/P, ..], labels and results for all S), "none" to leave each
             rank's part to the caller.

@@ -34,7 +34,7 @@ from .kept import (
     transformed_logits,
 )
 from .race import LAST, race_of
-from .topk import local_operands, token_blocks
+from .topk import check_operands, local_operands, token_blocks
 
 SIZES_FROM_VALUES = "the sets that a rule keeps have sizes that only the logits' values tell"
 
@@ -106,7 +106,7 @@ def kept_ids(
         logits: fp32, bf16 or fp16 (float64 with the torch backend), any leading shape and strides,
             never written; hidden states [.., H] with a ``weight``; or a `TeacherHead`, which has
             both.
-        rule: `SamplingRule`, of numbers or of tensors [..] on the logits' device.
+        rule: of numbers or of tensors [..] on the logits' device.
         weight: [width, H] of this rank; logits are made (as by torch.nn.functional.linear) by
             blocks of tokens.
         shard: as in `vocab_statistics`.
@@ -163,7 +163,7 @@ def sample(
     Args:
         positions: of any value, replicated, a number that no other draw with this seed
             has, such as sequence number x longest length + step. Equal positions have equal noise.
-        rule: `SamplingRule`, or None for the whole vocabulary.
+        rule: None: the whole vocabulary.
         logits, weight, shard, transform, options: as in `kept_ids`.
 
     Raises:
@@ -190,8 +190,8 @@ def sample(
             ids.append(drawn)
             found.append(kept)
             want, sets = ("set_log_prob",), _joined_sets([kept], drawn.shape)
-        # the call was compared as a whole
-        inner = replace(options or DEFAULTS, validate="metadata")
+        # the call was compared and checked as a whole
+        inner = replace(options or DEFAULTS, validate="metadata", check=False)
         stats = vocab_statistics(
             block.logits,
             ids[-1],
@@ -245,6 +245,9 @@ def _blocks(function, logits, rule, weight, shard, transform, options, **draw) -
             lines_within(function)[name].check(name, x, sizes)
         if rule is not None:
             rule.expect_tokens(sizes, shard.vocab_size)
+            if options.check:
+                rule.expect_in_range()
+        check_operands(states, weight, transform, shard, options)
         step = tokens_per_block(shard, states.device)
         parts = token_blocks(states, weight, transform, step)
         first = next(parts)

@@ -17,9 +17,11 @@ from ..call.compile import uncompiled
 from ..call.dtensor import local_head, local_logits, local_part
 from ..call.given import Given
 from ..call.request_of import build_request
+from ..call.statistics import vocab_statistics
 from ..engine import eager
 from ..engine.request import TokenOrder
 from ..engine.transports import Transport
+from ..linear_head import Linear, linear_vocab_statistics
 from ..ranks.comm import gather_from_ranks
 from ..ranks.shard import VocabShard
 from ..spec import (
@@ -144,6 +146,7 @@ def topk_log_probs(
                 f"ids_dtype must be int64 or int32 and dtype floating point, got {ids_dtype} and "
                 f"{dtype}"
             )
+        check_operands(states, weight, transform, shard, options)
         if weight is None:
             request, *parts = _local_top(states, k, shard, transform, options)
             order = request.order
@@ -166,6 +169,23 @@ def topk_log_probs(
     tail = torch.cat([rest, others], 1).double().logsumexp(1) - lse
     found = ids.to(ids_dtype), log_probs.to(dtype), lse, tail.clamp(max=0).float()
     return TopK(*map(order.unflatten, found))
+
+
+def check_operands(states, weight, transform: Transform, shard: VocabShard, options: Options):
+    """Raise the ValueError of `Options.check`, equal on all ranks, for what makes log-probs NaN.
+
+    That is one more pass over the logits. states: logits, or with a weight hidden states.
+    """
+    if not options.check:
+        return
+    plain = Options(backend=options.backend, transport=options.transport, check=True)
+    if weight is None:
+        vocab_statistics(states, shard=shard, transform=transform, options=plain)
+    else:
+        how = Linear(hidden_grad="none")
+        linear_vocab_statistics(
+            states, weight, shard=shard, transform=transform, options=plain, linear=how
+        )
 
 
 def local_operands(

@@ -104,6 +104,7 @@ Weight: TypeAlias = (
 )
 Size: TypeAlias = Annotated[int, IntLine(1)]
 Unused: TypeAlias = Annotated[Any, CheckedBy("not used")]
+Absent: TypeAlias = Annotated[Any, CheckedBy("None")]
 TotalWeight: TypeAlias = Annotated[torch.Tensor, TensorLine("real numbers", ("width",), sharded=0)]
 TokenWeight: TypeAlias = Annotated[torch.Tensor, TOKEN_WEIGHT]
 BIAS = TensorLine(

@@ -210,11 +210,15 @@ def _with_arguments(function, lines: dict[str, Line]) -> str:
     doc = inspect.cleandoc(function.__doc__ or "") + "\n"
     hints = _hints(function)
     section = re.search(r"^Args:\n((?: {4}.*\n)*)", doc, re.M)
-    written = _WRITTEN[function.__name__] = {} if section is None else _entries_of(section[1])
+    written = {} if section is None else _entries_of(section[1], function.__qualname__)
+    _WRITTEN[function.__name__] = written
     entries = ""
     for name in dict.fromkeys((*lines, *written)):
         said = (lines[name].says, meaning_of(hints[name])) if name in lines else ()
-        words = "".join(f"{part}. " for part in said if part) + _sentence(written.get(name, ""))
+        text = written.get(name, "")
+        # what the text says itself is said once
+        news = [part for part in said if part and not text.lower().startswith(part.lower())]
+        words = "".join(f"{part}. " for part in news) + _sentence(text)
         entry = f"{name}: {' '.join(words.split())}"
         filled = textwrap.fill(entry, 108, initial_indent="    ", subsequent_indent=" " * 8)
         entries += f"{filled}\n"
@@ -229,9 +233,17 @@ def _with_arguments(function, lines: dict[str, Line]) -> str:
     return doc[:end] + sections + "\n" + doc[end:].rstrip()
 
 
-def _entries_of(section: str) -> dict[str, str]:
-    """Return the text about each argument that a section "Args" has, "as in" another's included."""
-    found = re.findall(r"^ {4}([\w, ]+): ((?:.*\n)(?: {8}.*\n)*)", section, re.M)
+def _entries_of(section: str, owner: str) -> dict[str, str]:
+    """Return the text about each argument that a section "Args" has, "as in" another's included.
+
+    Raises TypeError for a line that belongs to no argument. owner: of the error.
+    """
+    entry = r"^ {4}([\w, ]+): ((?:.*\n)(?: {8}.*\n)*)"
+    if rest := re.sub(entry, "", section, flags=re.M).strip():
+        raise TypeError(
+            f"{owner}: lines of an argument must be indented below its name, got {rest[:60]!r}"
+        )
+    found = re.findall(entry, section, re.M)
     written = {name: " ".join(text.split()) for names, text in found for name in names.split(", ")}
     for name, text in written.items():
         same = re.match(r"as in `(\w+)`[.;]? ?", text)

@@ -103,7 +103,18 @@ class Joined(NamedTuple):
 
 class Family:
     """A group of statistics that share their sums. Subclasses override what differs from adding
-    sums up."""
+    sums up.
+
+    Attributes:
+        statistics: names for `want`; at least one.
+        gradients: those of them that have a gradient; others are constants.
+        packet: names of the rows that `local` returns and ranks exchange.
+        merged: names of the rows that `finish` keeps for the gradient.
+        values: names of what is reported; None: the statistics that are wanted.
+        needs_label_logits: True: `local` gets `tile.label_logits`.
+        adds_up: False: merged sums of ranks cannot be added up, as transport="sum" does.
+        device: the methods as Triton functions, for GPUs.
+    """
 
     statistics: tuple[str, ...] = ()  # names for `want` that this family serves
     gradients: tuple[str, ...] = ()  # those among its values that have a gradient
@@ -230,7 +241,18 @@ class Family:
     def device(self):
         """The module of this family's device functions: STATISTICS, MERGE and GRADIENT, None where
         it has none of a kind, and with `second_rows` SECOND, the kernel of the second exchange."""
-        return importlib.import_module(f"{type(self).__module__}_triton")
+        name = f"{type(self).__module__}_triton"
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name != name:
+                raise
+            raise NotImplementedError(
+                f"family {type(self).__name__} ({', '.join(self.statistics)}) must have `device`, "
+                f"its methods as Triton functions, for backend 'triton', got no module {name!r}: "
+                'give it `device` (see the guide "Your own loss"), or pass '
+                "Options(backend='torch')"
+            ) from None
 
 
 def decay(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -48,7 +48,9 @@ class VocabStatistics(NamedTuple):
     """Per-token statistics of the whole vocabulary: fp32, the logits' leading shape, equal bits on
     every rank.
 
-    Fields that were not asked for are None. An ignored token has 0 everywhere (argmax -1) and zero
+    Fields that were not asked for are None, and those of a label (log_prob, target_logit, labels,
+    valid, rank) in a call without labels; a registered statistic that was not asked for is an
+    AttributeError. An ignored token has 0 everywhere (argmax -1) and zero
     gradient; a token with a bad label, or whose logits hold +inf or NaN or nothing above -inf, has
     NaN everywhere (argmax -1).
 
@@ -82,7 +84,8 @@ class VocabStatistics(NamedTuple):
             0.
         set_entropy: entropy of p renormalised over the set.
         set_log_mass: log of the probability of the set.
-        log_probs_at: [.., K] log p of each of the token's given ids; 0 where it is none.
+        log_probs_at: [.., K] log p of each of the token's given ids; 0 where it is none. Rounded as
+            z - lse is: 0 above -6e-8 (see `vocab_statistics` for what is accurate there).
         rank: of the label in the vocabulary, 1 for the likeliest id, the lower id first on ties;
             not differentiable.
         collision: sum p^2, the probability that two draws agree.
@@ -135,7 +138,9 @@ class VocabStatistics(NamedTuple):
         registered = self.registered if len(self) else None
         if isinstance(registered, dict) and name in registered:
             return registered[name]
-        raise AttributeError(f"VocabStatistics have no {name!r}")
+        raise AttributeError(
+            f"VocabStatistics have no {name!r}: a registered statistic needs want=({name!r},)"
+        )
 
     def updated(self, values: dict) -> VocabStatistics:
         """Return a copy of the statistics with those of `values` in the place of theirs, by

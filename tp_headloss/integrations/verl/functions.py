@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import torch
 
@@ -17,6 +17,7 @@ from ...ranks.shard import Group, VocabShard
 from ...spec import (
     IDS,
     TOKEN_WEIGHT,
+    CheckedBy,
     Floating,
     Ids,
     NumberLine,
@@ -24,7 +25,6 @@ from ...spec import (
     Size,
     Temperature,
     TensorLine,
-    Unused,
     checked,
     sizes_of,
 )
@@ -33,6 +33,7 @@ from ..rl_tokens import IGNORED_LABEL, UNREDUCED_HIDDEN_GRAD
 PER_TOKEN, NUMBER = TensorLine("real numbers", None), NumberLine()
 # verl's value for temperatures that are not positive, such as the 0 of padding rows
 LOWEST_TEMPERATURE = 1e-8
+Boundaries: TypeAlias = Annotated[Any, CheckedBy("ids, or None")]
 
 
 @checked
@@ -41,7 +42,7 @@ def logits_processor(
     vocab_size: Size,
     *,
     padded_size: Size | None = None,
-    boundaries: Unused = None,
+    boundaries: Boundaries = None,
     entropy: bool = True,
     sum_pi_squared: bool = False,
     temperature: float = 1.0,

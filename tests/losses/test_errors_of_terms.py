@@ -1,0 +1,90 @@
+"""Errors that come from a term's function name the term, and what its inputs may be."""
+
+import sys
+
+import pytest
+import torch
+
+import tp_headloss as hl
+
+B, S, K, V = 2, 3, 4, 16
+IDS = torch.arange(K).expand(B, S, K)
+
+
+def call(function, inputs=None, **given):
+    term = hl.Term("mine", function, inputs=tuple(inputs or {}), **given)
+    return hl.HeadLoss(term)(
+        torch.randn(B, S, V, requires_grad=True), torch.zeros(B, S).long(), inputs=inputs
+    )
+
+
+WRONG = {
+    "bool": lambda stats: stats.log_prob > -1,
+    "int64": lambda stats: (stats.log_prob > -1).long(),
+}
+
+
+@pytest.mark.parametrize("dtype", WRONG)
+def test_a_term_returns_floating_point(dtype):
+    words = f"term 'mine' must return a loss per token, floating point, got torch.{dtype}"
+    with pytest.raises(TypeError, match=words):
+        call(WRONG[dtype])
+    # a metric may count
+    head = hl.HeadLoss(metrics=hl.Metric(lambda stats: {"sure": WRONG[dtype](stats)}))
+    assert float(head(torch.zeros(1, 2), torch.tensor([0])).metrics["sure"]) == 1
+
+
+def fail(kind):
+    def function(stats):
+        raise kind("no luck")
+
+    return function
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes")
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError, TypeError, KeyError, AttributeError])
+def test_an_error_of_a_function_has_a_note_that_names_its_term(kind):
+    with pytest.raises(kind, match="no luck") as caught:
+        call(fail(kind))
+    assert caught.value.__notes__ == [f"in term 'mine', whose statistics are [{B}, {S}]"]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes")
+def test_a_value_per_token_beside_values_of_ids_says_how_it_broadcasts():
+    def function(stats, ids, w):
+        return (stats.log_probs_at * w).sum(-1)
+
+    given = {"ids": IDS, "w": torch.tensor(2.0)}
+    with pytest.raises(RuntimeError) as caught:
+        call(function, given, want=("log_probs_at",))
+    (note,) = caught.value.__notes__
+    assert "term 'mine'" in note and f"'w' [{B}, {S}]" in note
+    assert f"log_probs_at are [{B}, {S}, {K}], to which x[..., None]" in note
+
+
+@pytest.mark.parametrize("shape", [(K,), (1, K), (1, 1, K), (B, 1, K)])
+def test_values_of_ids_are_of_each_token(shape):
+    def function(stats, ids, w):
+        return (stats.log_probs_at * w).sum(-1)
+
+    given = {"ids": IDS, "w": torch.ones(shape)}
+    words = rf"input 'w' must be .*\[{B}, {S}, {K}\], one for .* pass its .expand\({B}, {S}, {K}\)"
+    with pytest.raises(ValueError, match=words):
+        call(function, given, want=("log_probs_at",))
+    call(function, given | {"w": given["w"].expand(B, S, K)}, want=("log_probs_at",))
+
+
+def test_ids_that_nothing_wants_log_probs_of_say_what_to_want():
+    with pytest.raises(ValueError, match=r"'ids' \[.., K\] is for .* want=\('log_probs_at',\)"):
+        call(lambda stats, ids: stats.lse, {"ids": IDS})
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_a_trained_weight_has_no_gradient_where_an_ignored_value_is_infinite(reduction):
+    logits = torch.randn(3, V, requires_grad=True)
+    labels = torch.tensor([1, -100, 2])
+    weight = torch.ones(3, requires_grad=True)
+    head = hl.HeadLoss(hl.Term("inverse", lambda stats: 1 / stats.lse), reduction=reduction)
+    head(logits, labels, token_weight=weight).loss.sum().backward()
+    assert weight.grad.isfinite().all() and weight.grad[1] == 0
+    assert logits.grad[[0, 2]].isfinite().all() and weight.grad[0] != 0

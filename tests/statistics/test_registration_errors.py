@@ -1,0 +1,169 @@
+"""What a family's author gets wrong is an error that names the method and what it must do."""
+
+import re
+
+import pytest
+import torch
+from own_families import Sums, registered
+
+import tp_headloss as hl
+from tp_headloss.statistics import Family
+
+PARTS = (("power", 1.5, 1.0), ("moment", 2, 1.0), ("surprise", 1.0, 1.0))
+OPTIONS = hl.Options(backend="torch")
+
+
+def family_with(**methods):
+    """A right family but for some of its methods."""
+    return type("Own", (Sums,), methods)("own", PARTS)
+
+
+def expect_refused(family, words):
+    with pytest.raises(ValueError, match=re.escape(words)), registered(family):
+        pass
+
+
+DICTS = ("local", "rescale", "target", "merge", "join")
+A_DICT = "must return a dict of tensors by name, got "
+WRONG = {
+    "nothing": (lambda found: None, "None"),
+    "a list": (lambda found: [*found.values()], "list of Tensor"),
+    "numbers": (lambda found: dict.fromkeys(found, 1.0), "a dict of 'own_0': float"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("method", DICTS)
+def test_a_method_of_rows_returns_a_dict(method, wrong):
+    right, (change, words) = getattr(Sums, method), WRONG[wrong]
+    if wrong != "nothing" and method in ("target", "join"):
+        words = ""  # other names
+    family = family_with(**{method: lambda self, *given: change(right(self, *given))})
+    expect_refused(family, f"Own.{method} {A_DICT}{words}")
+
+
+@pytest.mark.parametrize("method", ["coefficient", "direct"])
+def test_a_gradient_method_returns_a_tensor(method):
+    family = family_with(**{method: lambda self, *given: None})
+    expect_refused(family, f"Own.{method} must return a tensor, got None")
+
+
+def test_finish_returns_two_dicts_of_numbers_per_token():
+    expected = "Own.finish must return two dicts of tensors by name (values, merged), got "
+    right = Sums.finish
+    one = family_with(finish=lambda self, *given: right(self, *given)[0])
+    expect_refused(one, f"{expected}a dict of 'own': Tensor")
+    scalar = family_with(
+        finish=lambda self, *given: ({"own": torch.ones(())}, right(self, *given)[1])
+    )
+    expect_refused(scalar, "Own.finish must return a number per token, [4], as 'own', got []")
+
+
+def test_local_returns_the_rows_of_the_packet():
+    right = Sums.local
+
+    def misnamed(self, *given):
+        found = right(self, *given)
+        return {row.replace("own_1", "onw_1"): x for row, x in found.items()}
+
+    words = "Own.local must return the rows that packet names, ['own_0', 'own_1', 'own_2'], got "
+    expect_refused(family_with(local=misnamed), words + "['onw_1', 'own_0', 'own_2']")
+
+
+def test_a_family_without_statistics_is_refused():
+    family = family_with()
+    family.statistics = ()
+    expect_refused(family, "Own.statistics must not be empty")
+
+
+# method -> how it can write to what other families read, and the name of that
+WRITES = {
+    "the softmax": ("local", lambda tile, softmax, rows: softmax.exp.pow_(2), "softmax.exp"),
+    "logits": ("local", lambda tile, softmax, rows: tile.z.mul_(2), "tile.z"),
+    "rows": ("merge", lambda rows, merging: rows["sum"].mul_(2), "rows['sum']"),
+    "a maximum": ("merge", lambda rows, merging: merging.shift.add_(1), "merging.shift"),
+    "sums": ("finish", lambda sums, joined: sums.pop("sum"), "sums['sum']"),
+    "the whole": ("finish", lambda sums, joined: joined.whole.add_(1), "joined.whole"),
+    "a factor": ("coefficient", lambda c, *others: c.mul_(2), "coefficient"),
+    "weights": ("coefficient", lambda c, z, p, merged, grads: p.mul_(2), "weight"),
+    "upstream": ("direct", lambda dz, tile, merged, grads: grads["lse"].mul_(2), "grads['lse']"),
+}
+
+
+@pytest.mark.parametrize("what", WRITES)
+def test_a_method_that_changes_what_others_read_is_refused(what):
+    method, write, name = WRITES[what]
+    right = getattr(Sums, method)
+
+    def writing(self, *given):
+        found = right(self, *given)
+        write(*given)
+        return found
+
+    words = f"Own.{method} must not change what it gets"
+    with (
+        pytest.raises(ValueError, match=re.escape(words)) as caught,
+        registered(family_with(**{method: writing})),
+    ):
+        pass
+    assert name in str(caught.value)
+    with torch.inference_mode():  # whose tensors do not say so
+        expect_refused(family_with(**{method: writing}), words)
+
+
+def test_what_direct_gets_to_add_to_may_be_added_to_in_place():
+    def adding(self, dz, tile, merged, grads):
+        found = Sums.direct(self, dz, tile, merged, grads)
+        return dz.copy_(found)
+
+    with registered(family_with(direct=adding)):
+        pass
+
+
+@pytest.mark.parametrize("named", [(), ("own_p2",)])
+def test_a_gradient_that_gradients_does_not_name_is_found(named):
+    from test_registration import Squares
+
+    family = Squares()
+    family.gradients = named
+    missing = "own_p2" if not named else "own_z2"
+    expect_refused(
+        family,
+        "Squares.gradients must name the statistics of which methods have the gradient, got "
+        f"{named!r}, but {missing!r}",
+    )
+
+
+class WithoutDevice(Family):
+    """Its module has no module of device functions beside it."""
+
+    statistics = packet = ("plain",)
+
+    def local(self, tile, softmax, rows):
+        return {"plain": softmax.exp.sum(-1)}
+
+    def rescale(self, rows, drop, factor):
+        return {"plain": factor * rows["plain"]}
+
+    def target(self, p, offset):
+        return {"plain": p}
+
+    def finish(self, sums, joined):
+        return {"plain": sums["plain"] / joined.whole}, {}
+
+
+def test_a_family_without_device_functions_is_named_with_both_remedies(device):
+    logits = torch.randn(3, 8, device=device)
+    with registered(WithoutDevice()):
+        found = hl.vocab_statistics(logits, want=("plain",), options=OPTIONS)
+        assert torch.allclose(found.plain, torch.ones_like(found.plain))
+        words = r"family WithoutDevice \(plain\) must have `device`, .*give it `device`.*backend='torch'"
+        with pytest.raises(NotImplementedError, match=words):
+            hl.vocab_statistics(logits, want=("plain",), options=hl.Options(backend="triton"))
+
+
+def test_a_statistic_that_nothing_wanted_says_how_to_want_it():
+    with registered(WithoutDevice()):
+        stats = hl.vocab_statistics(torch.zeros(1, 4), options=OPTIONS)
+        with pytest.raises(AttributeError, match=r"no 'plain': .* needs want=\('plain',\)"):
+            _ = stats.plain

@@ -1,0 +1,138 @@
+"""A new family whose methods are watched while it is tried: what they return, and that they change
+nothing.
+
+Methods of all families get the same tensors, so that one that changes them in place makes the values
+of others wrong.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ..statistics import Family
+
+A_DICT, TWO_DICTS = "a dict of tensors by name", "two dicts of tensors by name (values, merged)"
+A_TENSOR, TWO_TENSORS = "a tensor", "two tensors"
+RETURNED = {
+    "local": A_DICT,
+    "rescale": A_DICT,
+    "merge": A_DICT,
+    "target": A_DICT,
+    "join": A_DICT,
+    "finish": TWO_DICTS,
+    "second": TWO_TENSORS,
+    "coefficient": A_TENSOR,
+    "direct": A_TENSOR,
+    "scaled": A_TENSOR,
+}
+# methods whose first argument nothing else reads any more
+ACCUMULATING = ("direct", "scaled")
+PARAMETERS = {
+    "local": ("tile", "softmax", "rows"),
+    "rescale": ("rows", "drop", "factor"),
+    "merge": ("rows", "merging"),
+    "target": ("p", "offset"),
+    "join": ("sums", "joined"),
+    "finish": ("sums", "joined"),
+    "second": ("name", "tile", "merged", "beta"),
+    "coefficient": ("coefficient", "shifted", "weight", "merged", "grads"),
+    "direct": ("dz", "tile", "merged", "grads"),
+    "scaled": ("total", "tile", "merged", "grads", "beta", "want"),
+}
+
+
+def watched(family: Family) -> Family:
+    """Return a copy of a family whose methods raise ValueError where they return something else than
+    they must, or change what they get."""
+    found = copy.copy(family)
+    # bound to the copy, so that a method that calls another one calls a watched one
+    plain = {method: getattr(found, method) for method in RETURNED}
+    for method, function in plain.items():
+        object.__setattr__(found, method, _watched_method(found, method, function))
+    return found
+
+
+def _watched_method(family: Family, method: str, function: Callable) -> Callable[..., Any]:
+    called = f"{type(family).__name__}.{method}"
+
+    @functools.wraps(function)
+    def call(*given):
+        read = dict(zip(PARAMETERS[method], given))
+        if method in ACCUMULATING:
+            del read[PARAMETERS[method][0]]
+        before = dict(_states(read))
+        result = function(*given)
+        after = dict(_states(read))
+        changed = sorted(k for k in before.keys() | after.keys() if before.get(k) != after.get(k))
+        if changed:
+            raise ValueError(
+                f"{called} must not change what it gets, which other families read as well (write "
+                f"x = x * 2, not x *= 2), got a change of {', '.join(changed)}"
+            )
+        if not _is(RETURNED[method], result, is_optional=method == "scaled"):
+            raise ValueError(f"{called} must return {RETURNED[method]}, got {_described(result)}")
+        if method == "local":
+            _expect_rows(called, family, result)
+        if method == "finish":
+            _expect_per_token(called, result, given[1].whole.shape)
+        return result
+
+    return call
+
+
+def _states(read: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield each tensor's name, as the method's author knows it, with what differs after a change in
+    place."""
+    for owner, value in read.items():
+        if isinstance(value, torch.Tensor):
+            yield owner, (id(value), value._version)
+        elif isinstance(value, dict):
+            yield from ((f"{owner}[{name!r}]", (id(x), x._version)) for name, x in value.items())
+        elif hasattr(value, "_fields"):
+            yield from _states({f"{owner}.{name}": x for name, x in value._asdict().items()})
+
+
+def _is(expected: str, result: Any, is_optional: bool) -> bool:
+    """True for a result of the kind that `RETURNED` names."""
+    if expected == A_TENSOR:
+        return isinstance(result, torch.Tensor) or (is_optional and result is None)
+    if expected == A_DICT:
+        return isinstance(result, dict) and all(
+            isinstance(name, str) and isinstance(x, torch.Tensor) for name, x in result.items()
+        )
+    one = A_DICT if expected == TWO_DICTS else A_TENSOR
+    is_pair = isinstance(result, (tuple, list)) and len(result) == 2
+    return is_pair and all(_is(one, part, False) for part in result)
+
+
+def _described(result: Any) -> str:
+    """Words for what a method returned."""
+    if isinstance(result, dict):
+        return f"a dict of {', '.join(f'{k!r}: {type(x).__name__}' for k, x in result.items())}"
+    if isinstance(result, (tuple, list)):
+        return f"{type(result).__name__} of {', '.join(map(_described, result)) or 'nothing'}"
+    return "None" if result is None else type(result).__name__
+
+
+def _expect_rows(called: str, family: Family, found: dict) -> None:
+    """Raise ValueError unless `local` returns the rows that the family's packets have."""
+    if {*found} != {*family.packet} and family.packet:
+        raise ValueError(
+            f"{called} must return the rows that packet names, {sorted(family.packet)}, got "
+            f"{sorted(found)}"
+        )
+
+
+def _expect_per_token(called: str, found: tuple[dict, dict], shape: torch.Size) -> None:
+    """Raise ValueError unless each value and merged row has a number per token."""
+    for name, x in (found[0] | found[1]).items():
+        if x.shape != shape:
+            raise ValueError(
+                f"{called} must return a number per token, {list(shape)}, as {name!r}, got "
+                f"{list(x.shape)}"
+            )
