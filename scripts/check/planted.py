@@ -710,6 +710,18 @@ GROUPS = {
         ("integrations/verl/functions.py", "_positive", "temperature.clamp(min=LOWEST_TEMPERATURE)", "temperature"),
         ("integrations/verl/functions.py", "logits_processor.process", "label = label.masked_fill(~label_mask.bool(), IGNORED_LABEL)", "pass"),
     ],
+    "test_nemo_rl_full_vocabulary": [
+        ("integrations/nemo_rl_full_vocabulary.py", "prepare_opd_full_loss_input", "tokens.join(value)", "value"),
+        ("integrations/nemo_rl_full_vocabulary.py", "prepare_opd_full_loss_input", "tokens.take(payload)", "payload[:, : tokens.local]"),
+        ("integrations/nemo_rl_full_vocabulary.py", "prepare_opd_full_loss_input", "payload[..., shard.start : shard.start + shard.width]", "payload[..., : shard.width]"),
+        ("integrations/nemo_rl_full_vocabulary.py", "prepare_opd_full_loss_input_from_hidden_states", "own.chunk(parts)[group.rank() if parts > 1 else 0]", "own.chunk(parts)[0]"),
+        ("integrations/nemo_rl_full_vocabulary.py", "_Divergence.backward", "upstream[at]", "torch.ones_like(upstream[at])"),
+        ("integrations/nemo_rl_full_vocabulary.py", "_values", "-entropy", "entropy"),
+        ("integrations/nemo_rl_full_vocabulary.py", "_in_order", "order.argsort()", "order"),
+        ("integrations/nemo_rl_full_vocabulary.py", "_teachers", "unknown = [number for number in numbers if number not in weights]", "unknown = []"),
+        ("integrations/nemo_rl_full_vocabulary.py", "_payload", "payload.shape[1] > length", "False"),
+        ("integrations/nemo_rl_full_vocabulary.py", "_statistics", "payload = torch.nn.functional.linear(payload.to(weight.dtype), weight)", "payload = torch.nn.functional.linear(payload.to(weight.dtype), weight.roll(1, 0))"),
+    ],
     "test_rl_functions": [
         ("integrations/rl_tokens.py", "bounded_shard", "vocab_size = int(gather_from_ranks(torch.tensor([end], device=device), group).max())", "pass"),
         ("integrations/rl_tokens.py", "RankedTokens.__init__", "torch.minimum(chunk, 2 * self.ranks - 1 - chunk)", "chunk // 2"),

@@ -43,6 +43,11 @@ TEACHER_OUTPUT = SimpleNamespace(
     full_logits=LOGITS, topk_logprobs=None, topk_indices=None, labels=None
 )
 OWN_PART = hl.Linear(hidden_grad="none")
+FULL_TEACHER = SimpleNamespace(teacher_payload="logits", chunk_size=2, validate_decomposition=True)
+DISTILLED = {
+    "data": {"input_ids": IDS, "teacher_full_logits": LOGITS},
+    "loss_fn": SimpleNamespace(opd_full=FULL_TEACHER),
+}
 HOSTS = {  # functions of hosts, whose arguments go together: a right call of each
     nemo_rl.get_next_token_logprobs_from_logits: {"input_ids": IDS, "next_token_logits": LOGITS},
     nemo_rl.from_parallel_logits_to_logprobs: NEXT | {"vocab_parallel_logits": LOGITS},
@@ -54,6 +59,10 @@ HOSTS = {  # functions of hosts, whose arguments go together: a right call of ea
         "student_logits": LOGITS, "teacher_topk_logits": torch.zeros(B, S, 2), "zero_outside_topk": True,
         "teacher_topk_indices": torch.zeros(B, S, 2).long(), "calculate_entropy": True,
     },
+    nemo_rl.prepare_opd_full_loss_input: DISTILLED | {"logits": LOGITS},
+    nemo_rl.prepare_opd_full_loss_input_from_hidden_states: DISTILLED
+    | {"tensor_parallel_hidden_states": HIDDEN.transpose(0, 1), "output_weight_layer": WEIGHT}
+    | {"linear": OWN_PART},
     skyrl.from_parallel_logits_to_logprobs_packed_sequences: NEXT_PACKED | {"vocab_parallel_logits": LOGITS[:1]},
     skyrl.from_parallel_hidden_to_logprobs: NEXT | STATES,
     skyrl.from_parallel_hidden_to_logprobs_packed_sequences: NEXT_PACKED | STATES | {"hidden": HIDDEN[:1]},

@@ -24,6 +24,9 @@ from kernels import (
 )
 from pages import marked_block
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from transformers.distributed import DistributedConfig
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 import tp_headloss as hl
@@ -162,12 +165,142 @@ def refusals(_group):
         ({"hidden_states": logits, "labels": labels}, "got ['hidden_states']"),
         ({"logits": logits, "labels": labels, "vocab_size": 95}, "vocab_size must be 96"),
     ):
-        try:
-            ours(**given)
-            wrong += 1
-        except ValueError as error:
-            wrong += words not in str(error)
+        wrong += not refuses(ours, words, **given)
     return {"wrong": wrong}
+
+
+def refuses(layer, words, **given) -> bool:
+    try:
+        layer(**given)
+    except ValueError as error:
+        return words in str(error)
+    return False
+
+
+HEADS = "logits", "DTensor logits", "weight", "with a bias", "DTensor hidden states", "uneven"
+
+
+def sharded_operands(group, kind):
+    """Operands as a model that is tensor parallel over "tp" has them, and where their gradients
+    belong: leaves by name, with the whole tensors."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    vocab = VOCAB - 1 if kind == "uneven" else VOCAB
+    logits, labels = problem()
+    hidden, weight, bias = (torch.randn(*x) for x in ((2, 12, 8), (vocab, 8), (vocab,)))
+    whole = {"hidden_states": hidden, "lm_head_weight": weight, "lm_head_bias": bias}
+    whole = {"logits": logits} if "logits" in kind else whole
+    if kind != "with a bias":
+        whole.pop("lm_head_bias", None)
+    placements = {
+        "logits": Shard(-1) if kind == "DTensor logits" else None,
+        "hidden_states": Replicate() if kind == "DTensor hidden states" else None,
+        "lm_head_weight": Shard(0),
+        "lm_head_bias": Shard(0),
+    }
+    cut = {
+        name: x if placements[name] is None else distribute_tensor(x, mesh, [placements[name]])
+        for name, x in whole.items()
+    }
+    return cut, whole, labels.clamp(max=vocab - 1), vocab
+
+
+def leaves_of(operands):
+    return {name: x.detach().clone().requires_grad_() for name, x in operands.items()}
+
+
+def sharded_layer(group):
+    """The layer's loss and gradients of DTensors, and of whole plain logits, are those of
+    transformers' loss from whole tensors."""
+    ours, worst = kernelized(StockLoss()), 0.0
+    for kind in HEADS:
+        cut, whole, labels, vocab = sharded_operands(group, kind)
+        results = []
+        for one, operands in ((StockLoss(), whole), (ours, cut)):
+            for items in (None, 7):
+                leaves = leaves_of(operands)
+                given = {"labels": labels, "vocab_size": vocab, "num_items_in_batch": items}
+                loss = one(**leaves, **given)
+                loss.backward()
+                grads = [x.grad for x in leaves.values()]
+                grads = [x.full_tensor() if isinstance(x, DTensor) else x for x in grads]
+                results += [(loss.detach(), *grads)]
+        assert not isinstance(results[2][0], DTensor)
+        for expected, found in zip(results[:2], results[2:], strict=True):
+            for a, b in zip(found, expected, strict=True):
+                worst = max(worst, float((a - b).abs().max() / b.abs().max()))
+    return {"worst": worst}
+
+
+def sharded_refusals(group):
+    """One rank's part of the vocabulary as a plain tensor, whose loss would be another one, and
+    rows that are sharded over ranks of which nobody says that they hold the same tokens."""
+    ours, wrong = kernelized(StockLoss()), 0
+    cut, whole, labels, _ = sharded_operands(group, "weight")
+    hidden, rows = cut["hidden_states"], cut["lm_head_weight"].to_local()
+    logits = {"logits": problem()[0][..., : VOCAB // 2], "labels": labels}
+    linear = {"hidden_states": hidden, "labels": labels}
+    part = {**linear, "lm_head_weight": rows}
+    data = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
+    weight = whole["lm_head_weight"]
+    for mesh in (data, init_device_mesh("cpu", (2,))):
+        rows_of_data = distribute_tensor(weight, mesh, [Shard(0)])
+        given = {**linear, "lm_head_weight": rows_of_data, "vocab_size": VOCAB}
+        wrong += not refuses(ours, "must be sharded over the mesh's dimension 'tp'", **given)
+    for given in (logits, part):
+        wrong += not refuses(ours, "vocab_size must be 48", **given, vocab_size=VOCAB)
+        wrong += not refuses(ours, "vocab_size is needed", **given)
+    return {"wrong": wrong}
+
+
+def tensor_parallel(group):
+    """A model that transformers loads with its own plan, and the layer from its gathered logits,
+    from its weight, and in a training: losses and gradients are those of the model alone."""
+    path = Path(os.environ["CASES_STORE"]).parent / "tiny"
+    if group.rank() == 0:
+        tiny().save_pretrained(path)
+    torch.distributed.barrier()
+    ours, ids = kernelized(StockLoss()), torch.arange(24).reshape(2, 12)
+    alone, parallel = (
+        transformers.LlamaForCausalLM.from_pretrained(path, distributed_config=config)
+        for config in (None, DistributedConfig(tp_size=2, tp_plan="auto"))
+    )
+
+    def from_logits(model):
+        return model(input_ids=ids, labels=ids).loss
+
+    def from_hidden(model):
+        states = model.model(input_ids=ids).last_hidden_state
+        weight, vocab = model.lm_head.weight, model.config.vocab_size
+        return ours(hidden_states=states, lm_head_weight=weight, labels=ids, vocab_size=vocab)
+
+    expected = run(alone, from_logits)
+    parallel.loss_function = ours
+    worst, sharded = 0.0, isinstance(parallel.lm_head.weight, DTensor)
+    for loss in (from_logits, from_hidden):
+        found = run(parallel, loss)
+        errors = [float((found[x] - y).norm() / y.norm()) for x, y in expected.items()]
+        worst = max(worst, *errors)
+    losses = []
+    for model in (alone, parallel):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for _ in range(20):
+            loss = from_logits(model)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+    trained = max(abs(a - b) / a for a, b in zip(losses[:20], losses[20:], strict=True))
+    return {"worst": worst, "trained": trained, "least": losses[0] / losses[19], "cut": sharded}
+
+
+def run(model, loss_of) -> dict:
+    """The loss and the gradients by name, whole."""
+    model.zero_grad()
+    loss = loss_of(model)
+    loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    whole = {n: x.full_tensor() if isinstance(x, DTensor) else x for n, x in grads.items()}
+    return {"loss": loss.detach(), **{name: x.clone() for name, x in whole.items()}}
 
 
 def tiny():
@@ -240,5 +373,7 @@ def documented(_group):
 
 
 OF_ONE_RANK = {x.__name__: x for x in (layer, refusals, trainer, adapters, documented)}
-OF_RANKS = {versions_side_by_side.__name__: versions_side_by_side}
+OF_RANKS = {
+    x.__name__: x for x in (versions_side_by_side, sharded_layer, sharded_refusals, tensor_parallel)
+}
 main({1: OF_ONE_RANK, 2: OF_RANKS})

@@ -12,7 +12,7 @@ def test_every_case_is_looked_at(ranks):
     expected = (
         {"layer", "refusals", "trainer", "adapters", "documented"}
         if ranks == 1
-        else {"versions_side_by_side"}
+        else {"versions_side_by_side", "sharded_layer", "sharded_refusals", "tensor_parallel"}
     )
     assert set(cases.results(HOST, SCRIPT, ranks)) == expected
 
@@ -42,3 +42,17 @@ def test_adapters_of_a_kernel_are_its_own():
 
 def test_the_page_is_right():
     assert cases.result(HOST, SCRIPT, "documented", 1) == {"loss": 0.0}
+
+
+def test_the_layer_takes_dtensors_that_are_sharded_on_the_vocabulary():
+    assert cases.result(HOST, SCRIPT, "sharded_layer", 2)["worst"] < 1e-5
+
+
+def test_the_layer_refuses_one_ranks_part_of_the_vocabulary():
+    assert cases.result(HOST, SCRIPT, "sharded_refusals", 2)["wrong"] == 0
+
+
+def test_the_layer_has_the_losses_of_a_model_that_is_tensor_parallel():
+    found = cases.result(HOST, SCRIPT, "tensor_parallel", 2)
+    assert max(found["worst"], found["trained"]) < 1e-4, found
+    assert found["cut"] and found["least"] > 1.05, found

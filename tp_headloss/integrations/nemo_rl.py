@@ -38,6 +38,10 @@ from ..ranks.comm import group_size
 from ..ranks.shard import Group
 from ..spec import Absent, CheckedBy, Count, Floating, Ids, Logits, Rows, Size, checked
 from .nemo_rl_distillation import get_distillation_topk_logprobs_from_logits
+from .nemo_rl_full_vocabulary import (
+    prepare_opd_full_loss_input,
+    prepare_opd_full_loss_input_from_hidden_states,
+)
 from .nemo_rl_sampling import kept_by, log_probs_over, sets_of_next_tokens
 from .rl_tokens import (
     CpGroup,
@@ -59,6 +63,8 @@ __all__ = [
     "from_parallel_logits_to_logprobs_packed_sequences",
     "get_distillation_topk_logprobs_from_logits",
     "get_next_token_logprobs_from_logits",
+    "prepare_opd_full_loss_input",
+    "prepare_opd_full_loss_input_from_hidden_states",
 ]
 SEQUENCE_PARALLEL = Linear(hidden_grad="reduce_scatter")
 SamplingParams: TypeAlias = Annotated[
