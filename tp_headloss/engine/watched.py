@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -32,17 +33,9 @@ RETURNED = {
 }
 # methods whose first argument nothing else reads any more
 ACCUMULATING = ("direct", "scaled")
+# names of what each method gets
 PARAMETERS = {
-    "local": ("tile", "softmax", "rows"),
-    "rescale": ("rows", "drop", "factor"),
-    "merge": ("rows", "merging"),
-    "target": ("p", "offset"),
-    "join": ("sums", "joined"),
-    "finish": ("sums", "joined"),
-    "second": ("name", "tile", "merged", "beta"),
-    "coefficient": ("coefficient", "shifted", "weight", "merged", "grads"),
-    "direct": ("dz", "tile", "merged", "grads"),
-    "scaled": ("total", "tile", "merged", "grads", "beta", "want"),
+    method: tuple(inspect.signature(getattr(Family, method)).parameters)[1:] for method in RETURNED
 }
 
 
