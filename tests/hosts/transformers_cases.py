@@ -465,6 +465,15 @@ def call_arguments(group, install):
         assert (
             model(**{**inputs, "labels": labels}, ignore_index=index).loss == model(**inputs).loss
         )
+    refused(partial(model, **inputs, num_items_in_batch=torch.tensor([7, 8])), "one count")
+    by_sequence, other = HeadLoss(reduction="seq-mean-token-mean"), models("plain", config_of())[1]
+    if install == "fused":
+        fuse_head(other, by_sequence)
+    else:
+        other.loss_function = causal_lm_loss(other, by_sequence)
+    refused(
+        partial(other, **inputs, num_items_in_batch=7), "counts tokens, and reduction='seq-mean"
+    )
     head_loss = HeadLoss(compile=True)
     own = with_ignore_index(head_loss, 3)
     # with what it has compiled

@@ -21,6 +21,7 @@ from ..ranks.comm import reduce_in_place
 from ..ranks.shard import VocabShard
 from ..spec import NotNegative, Rows, TensorLine, checked, described, lines_within
 from . import saved_rows
+from .row_dtensors import as_dtensor, expect_mesh_of, expect_sharded_over
 
 # rows that one generator draws, whatever the shard: a seed means other weights if this changes
 INIT_ROWS = 1024
@@ -161,20 +162,28 @@ class VocabRows(nn.Module):
     def to_dtensor(self, mesh) -> VocabRows:
         """Make the parameters DTensors, and return the module.
 
-        They are ``Shard(0)`` on the one dimension of the mesh. Needed before the parameters are
-        sharded again over another mesh dimension (FSDP2), and to save an optimiser's state with
-        `torch.distributed.checkpoint`. Call it before anything else holds the parameters: they are
-        replaced, and what they were is empty from then on, so that a module that was tied before
-        raises. An optimiser that was made before trains nothing.
+        They are ``Shard(0)`` on the one dimension of the mesh, which has the ranks of the shard's
+        group. Needed before the parameters are sharded again over another mesh dimension (FSDP2):
+        without it, ``fully_shard`` takes them for replicated, and norms, checkpoints and, over a
+        mesh with these ranks, rows are silently wrong. Needed as well to save an optimiser's state
+        with `torch.distributed.checkpoint`. Call it before anything else holds the parameters: they
+        are replaced, and what they were is empty from then on, so that a module that was tied
+        before raises. An optimiser that was made before trains nothing.
+
+        Raises:
+            TypeError, ValueError: a mesh that is not of the group's ranks alone, or parameters that
+                ``fully_shard`` has sharded before.
         """
+        expect_mesh_of(self.shard, mesh)
         for name, p in list(self.named_parameters(recurse=False)):
             if is_dtensor(p):
+                expect_sharded_over(self.shard, p, f"to_dtensor of {name}")
                 continue
             if self._tied_weight is not None and name == "weight":
                 raise ValueError(
                     "a tied weight is its owner's: call to_dtensor there before the head is made"
                 )
-            rows = _as_dtensor(p.detach(), self.shard, mesh)
+            rows = as_dtensor(p.detach(), self.shard, mesh)
             setattr(self, name, nn.Parameter(rows, requires_grad=p.requires_grad))
             p.data = p.data.new_empty(0)  # who holds it has no rows, in the place of other ones
         return self
@@ -185,30 +194,6 @@ class VocabRows(nn.Module):
             f"ids [{shard.start}, {shard.stop}) of {shard.vocab_size} on {shard.world_size} rank(s)"
         )
         return f"hidden_size={self.hidden_size}, {ids}, bias={self.bias is not None}"
-
-
-def _as_dtensor(rows: torch.Tensor, shard: VocabShard, mesh=None):
-    """Return a DTensor of the whole matrix whose local part is this rank's rows [width, ..].
-
-    There is no communication and no copy.
-    """
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor, Shard
-
-    if shard.padded_size is None:
-        raise ValueError(
-            "only even cuts, those of VocabShard.from_group, can be a DTensor, got "
-            f"[{shard.start}, {shard.stop}): save the rows of each rank, module.weight, by "
-            "themselves"
-        )
-    if mesh is None:
-        assert shard.group is not None  # without one, the rows are the matrix
-        mesh = DeviceMesh.from_group(shard.group, rows.device.type)
-    shape = torch.Size([shard.padded_size, *rows.shape[1:]])
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        rows.contiguous(), mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
-    )
 
 
 def _describe_rows(module, state, prefix, metadata):
@@ -222,8 +207,10 @@ def _describe_rows(module, state, prefix, metadata):
     for name in ("weight", "bias"):
         x = state.get(prefix + name)
         own = getattr(module, name)
+        if is_dtensor(x):
+            expect_sharded_over(module.shard, x, f"state_dict of {prefix}{name}")
         if x is not None and not is_dtensor(x) and x is not own:  # keep_vars wants the parameter
-            state[prefix + name] = _as_dtensor(x, module.shard)
+            state[prefix + name] = as_dtensor(x, module.shard)
             if own.requires_grad:
                 saved_rows.say_what_is_not_covered()
     saved_rows.describe(metadata, module.shard, state.get(prefix + "weight"))
@@ -306,7 +293,7 @@ def _own_rows(given: Any, own, shard: VocabShard, metadata: dict) -> tuple[str, 
     if rows not in whole and (is_dtensor(given) or rows != shard.width):
         return _why_not_rows(rows, whole, shard), entry
     given = _cut(given, shard)
-    return "", _as_dtensor(given, shard, own.device_mesh) if is_dtensor(own) else given
+    return "", as_dtensor(given, shard, own.device_mesh) if is_dtensor(own) else given
 
 
 def _cut(given: Any, shard: VocabShard) -> torch.Tensor:

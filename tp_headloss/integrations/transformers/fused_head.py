@@ -152,8 +152,8 @@ class FusedHead(InstalledForward, Observed):
                 labels.to(hidden.device),
                 bias=layer.bias,
                 shard=call_shard(model, self.shard, self.linear, hidden),
-                denominator=model_parts.scalar_number(
-                    given.get("num_items_in_batch"), hidden.device
+                denominator=model_parts.denominator_of(
+                    head_loss, given.get("num_items_in_batch"), hidden.device
                 ),
                 transform=self.transform,
                 inputs=given.get("head_inputs"),

@@ -175,7 +175,7 @@ class CausalLMShardLoss(Observed):
         labels = model_parts.next_token_labels(labels, shift_labels, head_loss.ignore_index).to(
             logits.device
         )
-        denominator = model_parts.scalar_number(num_items_in_batch, logits.device)
+        denominator = model_parts.denominator_of(head_loss, num_items_in_batch, logits.device)
         out = head_loss(
             logits, labels, shard=self.shard, denominator=denominator, inputs=head_inputs
         )

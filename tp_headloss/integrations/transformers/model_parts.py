@@ -131,7 +131,21 @@ def with_ignore_index(head_loss: HeadLoss, ignore_index: int | None) -> HeadLoss
     return own.train(head_loss.training)
 
 
-def scalar_number(number, device):
-    """Return a count of tokens as a number or a scalar tensor; transformers' DataParallel gives
-    several equal ones."""
-    return number.to(device).flatten()[0] if isinstance(number, torch.Tensor) else number
+def denominator_of(head_loss, number, device):
+    """Return num_items_in_batch as a number or a scalar tensor; transformers' DataParallel gives
+    several equal ones. Raises ValueError where it is a count of something else than the loss
+    divides by."""
+    if number is not None and head_loss.reduction.startswith("seq-"):
+        raise ValueError(
+            f"num_items_in_batch counts tokens, and reduction={head_loss.reduction!r} divides by "
+            "sequences: set trainer.model_accepts_loss_kwargs = False, so that a Trainer passes "
+            "none and averages its micro-batches"
+        )
+    if not isinstance(number, torch.Tensor):
+        return number
+    number = number.flatten()
+    if number.device.type == "cpu" and not bool((number == number[0]).all()):
+        raise ValueError(
+            f"num_items_in_batch must be one count, that of all tokens, got {number.tolist()}"
+        )
+    return number.to(device)[0]
