@@ -787,6 +787,7 @@ GROUPS = {
         ("integrations/megatron/postprocess.py", "hidden_in_place_of_logits.forward", "taken.hidden, taken.weight = hidden, weight", "taken.hidden, taken.weight = hidden, None"),
     ],
     "test_aliases": [
+        ("head_loss/output.py", "HeadLossOutput.__getattr__", "is_mean and name in self.metrics", "is_mean"),
         ("spec/aliases.py", "refuse_keywords", "keyword in KEYWORDS.get(record, ())", "False"),
         ("spec/aliases.py", "synonym", "x.ours in names", "True"),
         ("spec/aliases.py", "hint", "alias.ours in names", "True"),
@@ -827,6 +828,8 @@ GROUPS = {
         ("head_loss/checks.py", "_check_values", "isinstance(denominator, torch.Tensor)", "False"),
     ],
     "test_mean_metrics": [
+        ("head_loss/checks.py", "_check_bytes", "(num_bytes < 0) & is_valid", "num_bytes < 0"),
+        ("head_loss/checks.py", "_check_bytes", "not bool((num_bytes * is_valid).any())", "not bool(num_bytes.any())"),
         ("head_loss/output.py", "mean_metrics.mean", 'sums.get(f"count/loss/{term}", count)', "count"),
         ("head_loss/output.py", "mean_metrics.mean", "(-found).exp()", "found"),
         ("head_loss/output.py", "_sums_by_name", "x * out.weights[name]", "x"),

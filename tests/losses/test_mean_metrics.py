@@ -341,6 +341,31 @@ def test_bytes_are_those_of_each_label(count):
         head(x, labels, inputs={"num_bytes": count})
 
 
+def test_check_finds_bytes_that_cannot_be():
+    """Of a token that counts. One token may have none, such as the end of a text."""
+    head = hl.HeadLoss(metrics=hl.BitsPerByte(), options=hl.Options(check=True))
+    x, labels = torch.zeros(3, V), torch.tensor([1, -100, 2])
+    for right in ([4, 0, 2], [4, -1, 2], [0, 1, 2]):
+        head(x, labels, inputs={"num_bytes": torch.tensor(right)})
+    with pytest.raises(ValueError, match=r"'num_bytes' of token 2 .* at least 0, got -1"):
+        head(x, labels, inputs={"num_bytes": torch.tensor([4, 1, -1])})
+    with pytest.raises(ValueError, match="'num_bytes' must be above 0 for some token"):
+        head(x, labels, inputs={"num_bytes": torch.tensor([0, 3, 0])})
+    ignored = torch.full_like(labels, -100)
+    head(x, ignored, inputs={"num_bytes": torch.zeros(3)})
+
+
+def test_the_sum_of_perplexity_is_that_of_log_probs_until_a_mean_is_made_of_it():
+    x, labels = batches()
+    outputs = [hl.HeadLoss(metrics=("log_prob", "perplexity"))(*batch) for batch in zip(x, labels)]
+    for out in outputs:
+        assert torch.equal(out.metrics["perplexity"], out.metrics["log_prob"])
+    sums = hl.reduce_metrics(hl.combine_metrics([out.metrics for out in outputs]), None)
+    count = sum(out.count for out in outputs).double()
+    by_hand = (-sums["perplexity"] / count).exp()
+    torch.testing.assert_close(by_hand, hl.mean_metrics(outputs)["perplexity"], rtol=0, atol=0)
+
+
 def test_tokens_of_no_sequence_have_no_loss():
     """Whatever the mask says."""
     mask, advantages = torch.ones(6, dtype=torch.bool), torch.arange(6.0)

@@ -29,6 +29,7 @@ from tp_headloss import (
     ZLoss,
     kept_ids,
     linear_vocab_statistics,
+    log_probs,
     losses,
     register_statistic,
     sample,
@@ -272,6 +273,14 @@ MESSAGES = {
         lambda: tp_headloss.Teacher(LOGITS, temperature=0),
         "teacher.temperature must be positive and finite in fp32, got 0: for 0, where one id",
     ),
+    "an input as keyword": (
+        lambda: HeadLoss(metrics=BitsPerByte())(LOGITS, LABELS, num_bytes=LABELS),
+        """'num_bytes': write inputs={"num_bytes": ..}""",
+    ),
+    "another dimension": (
+        lambda: topk_log_probs(LOGITS, 2, dim=1),
+        "'dim': write logits.movedim(dim, -1): the vocabulary is the last dimension",
+    ),
     "a set of metrics": (lambda: HeadLoss(metrics={"rank"}), "got set: write a list"),
 }
 
@@ -283,6 +292,41 @@ def test_a_message_says_what_to_do(name):
         mock.patch.object(statistics, "FAMILIES", statistics.FAMILIES),
         pytest.raises((TypeError, ValueError), match=re.escape(words)),
     ):
+        call()
+
+
+ATTRIBUTES = {
+    "a method of tensors": (
+        lambda: log_probs(LOGITS, LABELS).sum,
+        "LogProbs has no 'sum': its tensors are .log_prob, .entropy, .lse",
+    ),
+    "a field of torch.topk": (
+        lambda: topk_log_probs(LOGITS, 2).indices,
+        "TopK has no 'indices': its tensors are .ids, .log_probs",
+    ),
+    "a method of statistics": (
+        lambda: vocab_statistics(LOGITS, LABELS).mean,
+        "no 'mean': they are several tensors, write it of one, such as .lse.mean",
+    ),
+    "a metric's mean": (
+        lambda: HeadLoss(metrics="perplexity")(LOGITS, LABELS).perplexity,
+        "no 'perplexity': write out.means()['perplexity']",
+    ),
+    "a term's mean": (
+        lambda: HeadLoss()(LOGITS, LABELS).cross_entropy,
+        "no 'cross_entropy': write out.means()['loss/cross_entropy']",
+    ),
+    "a method of the loss": (
+        lambda: HeadLoss()(LOGITS, LABELS).item,
+        "no 'item': its loss is the tensor out.loss",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_an_attribute_that_a_result_does_not_have_is_refused_with_those_it_has(name):
+    call, words = ATTRIBUTES[name]
+    with pytest.raises(AttributeError, match=re.escape(words)):
         call()
 
 

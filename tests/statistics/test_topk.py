@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from collectives import counted_collectives
 from ranks import on_ranks
 
-from tp_headloss import Transform, VocabShard, topk_log_probs
+from tp_headloss import Transform, VocabShard, topk_log_probs, vocab_statistics
 
 V, N, K = 150, 6, 12  # of 256 padded columns: the last shard of four is all padding
 
@@ -156,3 +156,23 @@ def no_tokens_run(group, device):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_no_tokens_have_no_entries(world_size):
     assert on_ranks(world_size, no_tokens_run) == [[[0, 3], [0, 3], [0], [0]]] * world_size
+
+
+@pytest.mark.parametrize("shift", [0.0, 200.0, -200.0])
+def test_log_probs_have_an_absolute_error_and_ids_say_what_is_greedy(shift):
+    """One logit above all others by up to 40: its log-prob is rounded as z - lse is; that of a
+    label is not."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 1000, generator=generator)
+    x[:, 7] = x.amax(1) + torch.linspace(0, 40, 64)
+    x += shift
+    top = topk_log_probs(x, 5)
+    exact = x.double().log_softmax(-1).gather(-1, top.ids)
+    bound = (x.gather(-1, top.ids).abs() + top.lse[:, None].abs() + 16) * 2**-24
+    assert ((top.log_probs - exact).abs() <= bound).all()
+    label = top.ids[:, 0]
+    stats = vocab_statistics(x, label, want=("rank",))
+    others = x.double().scatter(1, label[:, None], -torch.inf)
+    of_label = -(others - x.double().gather(1, label[:, None])).exp().sum(1).log1p()
+    torch.testing.assert_close(stats.log_prob.double(), of_label, rtol=1e-5, atol=0)
+    assert (stats.rank == 1).all() and (top.log_probs[:, 0] == 0).any()

@@ -36,7 +36,8 @@ class Linear:
     Args:
         mode: "recompute" makes the logits twice, for any loss and any use of the statistics (four
             GEMMs). "one_sweep" computes gradients in the forward (three; `HeadLoss.linear` only,
-            where its conditions are; an exchange per block). "auto" (default): one sweep where it
+            where its conditions are; an exchange per block). Without gradients (`torch.no_grad`)
+            every mode is recompute. "auto" (default): one sweep where it
             is possible and the budget has room for blocks of 512 tokens, else recompute. Without a
             budget the fastest blocks within a sixteenth of the GPU's memory, which is rounded down
             to a power of two before (4 GiB of 80, 8 of 141; on CPUs none): these are all logits

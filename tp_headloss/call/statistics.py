@@ -55,7 +55,7 @@ def vocab_statistics(
         shard: the columns this rank owns; None: ``logits`` hold the whole vocabulary, or are a
             DTensor that says it, ``Shard(-1)`` on one dimension of its mesh (labels and the like
             are then plain or DTensors; results are plain, and of this rank's tokens where another
-            dimension shards them).
+            dimension shards them). No check can find a forgotten one in a call without labels.
         want: of "entropy", "collision", "total", "argmax" and "rank", with a `Teacher` of
             `statistics.FULL_TEACHER`, with a `TopKTeacher` of `statistics.TOPK_TEACHER`, with
             ``sets`` of `statistics.OVER_SETS`, with ``ids`` "log_probs_at"; lse is always there,

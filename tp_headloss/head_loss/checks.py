@@ -121,6 +121,8 @@ def _check_values(definition, x, labels, token_weight, denominator, inputs):
             ),
             ": are these log-weights? Pass their exp()",
         )
+    if isinstance(num_bytes := inputs.get("num_bytes"), torch.Tensor):
+        _check_bytes(num_bytes, is_valid)
     if denominator is None and definition.reduction == "mean" and token_weight is not None:
         refuse_tokens(
             (token_weight < 0) & is_valid,
@@ -129,6 +131,24 @@ def _check_values(definition, x, labels, token_weight, denominator, inputs):
                 f"by the weights' sum, got {float(token_weight.flatten()[i]):g}; with a "
                 "denominator= it may be"
             ),
+        )
+
+
+def _check_bytes(num_bytes: torch.Tensor, is_valid: torch.Tensor):
+    """Raise ValueError for bytes per token [..] that are negative, or all 0. One token may have
+    none, such as the end of a text."""
+    if num_bytes.shape != is_valid.shape:
+        return  # the metric refuses it
+    refuse_tokens(
+        (num_bytes < 0) & is_valid,
+        lambda i: (
+            f"input 'num_bytes' of token {i} (flat index) must be at least 0, got "
+            f"{float(num_bytes.flatten()[i]):g}"
+        ),
+    )
+    if bool(is_valid.any()) and not bool((num_bytes * is_valid).any()):
+        raise ValueError(
+            "input 'num_bytes' must be above 0 for some token that is not ignored, got 0 for all"
         )
 
 

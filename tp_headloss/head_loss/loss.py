@@ -77,8 +77,10 @@ class HeadLoss(nn.Module):
 
     Args:
         terms: one `Term`, or a list of terms with distinct names; by default `CrossEntropy`.
-        metrics: names, "accuracy", "entropy", "log_prob", "lse", "rank" and the statistics of
-            teachers and sets, and `Metric`s such as ``PolicyMetrics()``; one, or a list.
+        metrics: names, "accuracy", "entropy", "log_prob", "lse", "perplexity", "rank" and the
+            statistics of teachers and sets, and `Metric`s such as ``PolicyMetrics()``; one, or a
+            list. Outputs hold their sums, of "perplexity" that of the log-probs: see
+            `HeadLossOutput.means`.
         reduction: "mean" divides every term by the number of valid tokens, or by the sum of the
             token weights and of the labels' class weights where there are any; "sum" divides by
             nothing; "none" returns a loss per token. The reductions of `Sequences.aggregate`
@@ -369,7 +371,7 @@ class HeadLoss(nn.Module):
 
         Raises:
             TypeError, ValueError: as in `forward`; a budget that is too small, or a mode that the
-                call rules out.
+                call rules out (without gradients every mode is recompute).
 
         Examples:
             >>> hidden, weight = (

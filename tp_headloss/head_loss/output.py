@@ -35,7 +35,8 @@ class HeadLossOutput(NamedTuple):
         terms: sum of each term's values times the reduction's token weights, without the term's own
             weight, by name.
         metrics: sum of each metric's values times the token weights, the extremum for names in
-            "max_" and "min_"; with sequences also "num_tokens", the divisor of these sums.
+            "max_" and "min_"; with sequences also "num_tokens", the divisor of these sums. That of
+            "perplexity" is the sum of log-probs, below 0; `means` makes a perplexity of it.
         stats: `VocabStatistics` of the call.
         sequence_metrics: with sequences and metrics, sum over sequences of each metric's mean, and
             "num_sequences".
@@ -73,7 +74,11 @@ class HeadLossOutput(NamedTuple):
         self.loss.backward(**keywords)
 
     def __getattr__(self, name: str):
-        raise AttributeError(f"a HeadLossOutput has no {name!r}: its loss is the tensor out.loss")
+        # torch.compile looks at one without fields
+        is_mean = len(self) > 0 and (name in self.metrics or name in self.terms)
+        key = name if is_mean and name in self.metrics else f"loss/{name}"
+        said = f"write out.means()[{key!r}]" if is_mean else "its loss is the tensor out.loss"
+        raise AttributeError(f"a HeadLossOutput has no {name!r}: {said}")
 
     def __neg__(self) -> torch.Tensor:
         return -self.loss

@@ -143,8 +143,11 @@ def TopKAccuracy(k: Size = 5) -> Metric:
 
 @checked
 def BitsPerByte() -> Metric:
-    """Bits of the labels' log-probs per byte of text, as "bits_per_byte". Input: "num_bytes", those
-    of each label.
+    """Bits of the labels' log-probs per byte of text, as "bits_per_byte".
+
+    Input: "num_bytes", those of each label's text, in the labels' shape; with
+    ``Options(check=True)`` negative ones, and nothing but 0, are a ValueError. Bytes of a whole
+    document are no such input: divide its sum of log-probs.
 
     Examples:
         >>> inputs = {"num_bytes": torch.tensor([4, 2])}

@@ -169,7 +169,8 @@ def combine_metrics(
     """Combine the scalars by name of several batches (micro-batches, updates). No communication.
 
     Names in "max_" and "min_" are maximised and minimised, all others added in order; results are
-    float64.
+    float64. A sum "perplexity" is one of log-probs: divide it by the count, negate, and take exp,
+    as `mean_metrics` does.
 
     Args:
         parts: dicts with the same names in the same order.
@@ -220,9 +221,9 @@ def reduce_metrics(metrics: Metrics, group: Group) -> Metrics:
 
     Results have equal bits on every rank. As `combine_metrics`: "max_" and "min_" names are extrema
     (neutral: -inf and inf), all others sums (neutral: 0) in float64, so reduce sums and counts
-    first and divide afterwards. The same names in the same order on every rank, or all results are
-    NaN (other numbers of names: an error of the communication library); float64 on the tensors'
-    device.
+    first and divide afterwards (for "perplexity": divide, negate, exp). The same names in the same
+    order on every rank, or all results are NaN (other numbers of names: an error of the
+    communication library); float64 on the tensors' device.
 
     Args:
         group: data- and context-parallel ranks, which hold different tokens; None is one rank.

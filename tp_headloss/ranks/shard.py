@@ -256,7 +256,8 @@ class VocabShard:
         shorter, or empty.
 
         Args:
-            vocab_size: V, the number of ids of the true vocabulary.
+            vocab_size: V, the number of ids of the true vocabulary, such as len(tokenizer). The
+                padded size here would count padding as ids, silently.
             padded_size: rows of all shards together, padding included; default vocab_size.
 
         Examples:

@@ -92,8 +92,11 @@ def topk_log_probs(
     replicated; one collective.
 
     Log-probs are normalised over all of the vocabulary: their exponentials sum to the share that
-    the K entries have. Equal logits come by ascending id, exactly, on every device. Nothing is
-    differentiated, and blocks of 2^22 logits bound the memory. A token with NaN or +inf in its
+    the K entries have. Each is the fp32 difference z - lse, whose error is absolute: near 0 use
+    `log_probs` with the id as the label. To find greedy tokens compare ids, or take the rank 1 of
+    `vocab_statistics`. Equal logits come by ascending id, exactly, on every device. Nothing is
+    differentiated, and blocks of 2^22 logits bound the memory: up to 40 bytes for each logit of a
+    block, and from hidden states the block itself. A token with NaN or +inf in its
     logits, or nothing above -inf, has NaN log-probs.
 
     Every rank of the group calls it, with arguments that are equal where they are not sharded, else
@@ -106,7 +109,8 @@ def topk_log_probs(
         k: entries per token, in [1, vocab_size].
         weight: [width, H] of this rank; logits are made (as by torch.nn.functional.linear) by
             blocks of tokens.
-        shard: as in `vocab_statistics`.
+        shard: as in `vocab_statistics`. No check can find one that was forgotten: without labels,
+            each rank has the largest of its own columns, with ids from 0.
         transform: as in `vocab_statistics`; the bias of a weight belongs to it.
         options: as in `vocab_statistics`.
         top_p: cut an entry if those before it already hold that much (the first stays), a nucleus

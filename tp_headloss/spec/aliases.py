@@ -231,8 +231,12 @@ WRITTEN = (
         "shard=VocabShard.from_group({}, vocab_size)",
     ),
     Alias(
-        "advantages, old_log_prob, reference_log_prob", "verl, ours", LOSSES, 'inputs={"{}": ..}'
+        "advantages, old_log_prob, reference_log_prob, num_bytes",
+        "verl, ours",
+        LOSSES,
+        'inputs={"{}": ..}',
     ),
+    Alias("dim", "torch", CALLS, "logits.movedim({}, -1): the vocabulary is the last dimension"),
     Alias("teacher", "many", LOSSES, 'inputs={"teacher": Teacher(..)}'),
     Alias("sequences", "ours", LOSSES, 'inputs={"sequences": Sequences.from_mask(..)}'),
     Alias(

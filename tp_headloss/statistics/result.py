@@ -35,7 +35,15 @@ def without_arithmetic(results: type[Results]) -> type[Results]:
 
     for name in ("add", "radd", "mul", "rmul", "sub", "rsub", "truediv", "rtruediv", "neg"):
         setattr(results, f"__{name}__", refuse)
+    if not hasattr(results, "__getattr__"):
+        results.__getattr__ = _refuse_name  # type: ignore[attr-defined] # pyright: ignore
     return results
+
+
+def _refuse_name(self, name: str):
+    """Say which fields a NamedTuple has, for a field or a method of a tensor that it does not."""
+    fields = ", ".join(f".{field}" for field in self._fields)
+    raise AttributeError(f"{type(self).__name__} has no {name!r}: its tensors are {fields}")
 
 
 class MissingStatistics(ValueError):
@@ -138,9 +146,10 @@ class VocabStatistics(NamedTuple):
         registered = self.registered if len(self) else None
         if isinstance(registered, dict) and name in registered:
             return registered[name]
-        raise AttributeError(
-            f"VocabStatistics have no {name!r}: a registered statistic needs want=({name!r},)"
-        )
+        said = f"a registered statistic needs want=({name!r},)"
+        if hasattr(torch.Tensor, name):
+            said = f"they are several tensors, write it of one, such as .lse.{name}"
+        raise AttributeError(f"VocabStatistics have no {name!r}: {said}")
 
     def updated(self, values: dict) -> VocabStatistics:
         """Return a copy of the statistics with those of `values` in the place of theirs, by
