@@ -688,7 +688,7 @@ GROUPS = {
         ("integrations/deepspeed.py", "layer_shard", "[0, *accumulate(layer._partition_sizes)]", "[0, *accumulate(reversed(layer._partition_sizes))]"),
         ("integrations/deepspeed.py", "layer_shard", "(shard.start, shard.stop, shard.group) != (found.start, found.stop, found.group)", "False"),
         ("integrations/transformers/model_facts.py", "call_shard", 'hasattr(weight, "ds_id")', "False"),
-        ("integrations/transformers/fused_head.py", "FusedHead._forward", 'model_parts.scalar_number(given.get("num_items_in_batch"), hidden.device)', "None"),
+        ("integrations/transformers/fused_head.py", "FusedHead._forward", 'model_parts.denominator_of(head_loss, given.get("num_items_in_batch"), hidden.device)', "None"),
     ],
     "test_transformers": [
         ("integrations/transformers/check.py", "InstalledForward._run_body", "hooks - known", "set()"),

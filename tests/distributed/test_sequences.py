@@ -243,6 +243,30 @@ def test_a_group_that_shares_the_vocabulary_is_refused_for_sequences(other):
         assert failure.kind == "ValueError" and "context-parallel group or none" in failure.message
 
 
+def group_of_the_vocabulary_run(group, device):
+    _shard = hl.VocabShard.from_group(group, V)
+    mask = torch.ones(2, 4, dtype=torch.bool, device=device)
+    refused = 0
+    for make in (
+        lambda: hl.Sequences.from_mask(mask, group=group),
+        lambda: hl.Sequences.from_cu_seqlens(
+            torch.tensor([0, 4, 8], device=device), mask, group=group
+        ),
+        lambda: hl.Sequences.from_ids(mask.long(), 2, mask, group=group),
+    ):
+        with pytest.raises(
+            ValueError, match=r"got the group of a VocabShard, .*: leave group= out"
+        ):
+            make()
+        refused += 1
+    return refused
+
+
+def test_sequences_alone_refuse_the_group_of_a_shard():
+    """Each of its ranks has the same tokens, which sums would count once per rank."""
+    assert on_ranks(2, group_of_the_vocabulary_run) == [3, 3]
+
+
 def spread_run(group, device):
     """f(spread(sum)) with a loss that is partial on each rank: the gradient needs the other ranks'
     part."""
@@ -414,7 +438,7 @@ def test_context_parallel_ranks_have_no_sequence_or_all_refuse_the_bounds_of_one
 def vocabulary_metrics_run(group, device):
     shard = hl.VocabShard.from_group(group, V)
     metrics = {"a": torch.ones((), device=device)}
-    with pytest.raises(ValueError, match="got the group of a VocabShard"):
+    with pytest.raises(ValueError, match=r"got the group of a VocabShard"):
         hl.reduce_metrics(metrics, group)
     cycle = [shard]
     cycle.append(cycle)

@@ -299,7 +299,7 @@ def mask_of(length, sizes=None):
             "replay_sampling_mask",
         ),
         ({"vocab_parallel_rank": 0}, "vocab_parallel_group"),
-        ({"vocab_size": V + trainer_problem.PADDED}, "padded_size"),
+        ({"vocab_size": V + trainer_problem.PADDED}, "must have at least vocab_size"),
     ],
 )
 def test_nemo_refuses_by_name(options, names):

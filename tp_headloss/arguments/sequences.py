@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args
 import torch
 
 from ..ranks.comm import group_size, sum_over_ranks
-from ..ranks.shard import Group
+from ..ranks.shard import Group, has_vocab_shard
 from ..spec import Count, Labels, PositiveFp32, TensorLine, TokenMask, checked, sizes_of
 
 VALUES = TensorLine("real numbers or bool")
@@ -34,8 +34,8 @@ class Sequences:
 
     With a ``group`` each of its ranks holds a part of every sequence (context parallelism):
     sequence i is the same on all ranks, though its tokens differ. Every sum over sequences then
-    takes one more small collective, and so does the construction, unless ``lengths`` is given. Not
-    the group that shares the vocabulary: its ranks hold the same tokens.
+    takes one more small collective, and so does the construction, unless ``lengths`` is given. The
+    group that shares the vocabulary, whose ranks hold the same tokens, is a ValueError.
 
     Invalid bounds (out of order, outside of the tokens, or lengths that add up to the tokens) and
     invalid lengths (negative, or not finite) are a ValueError on CPUs. On GPUs nothing waits for
@@ -87,6 +87,11 @@ class Sequences:
             bounds: the offsets as the caller gave them.
             lengths, horizon, group: as in `from_mask`.
         """
+        if group is not None and has_vocab_shard(group.group_name):
+            raise ValueError(
+                "sequences must be split over a context-parallel group or none, got the group of a "
+                "VocabShard, whose ranks hold the same tokens: leave group= out"
+            )
         mask = mask.clone()  # the caller's may be changed before the backward
         self.mask, self.horizon, self.group = mask, horizon, group
         self._order, self._offsets, self._bounds = order, offsets, bounds

@@ -95,8 +95,8 @@ def topk_log_probs(
     the K entries have. Each is the fp32 difference z - lse, whose error is absolute: near 0 use
     `log_probs` with the id as the label. To find greedy tokens compare ids, or take the rank 1 of
     `vocab_statistics`. Equal logits come by ascending id, exactly, on every device. Nothing is
-    differentiated, and blocks of 2^22 logits bound the memory: up to 40 bytes for each logit of a
-    block, and from hidden states the block itself. A token with NaN or +inf in its
+    differentiated, and blocks of 2^22 logits bound the memory: on CPUs about 40 bytes for each
+    logit of a block, and from hidden states the block itself. A token with NaN or +inf in its
     logits, or nothing above -inf, has NaN log-probs.
 
     Every rank of the group calls it, with arguments that are equal where they are not sharded, else
