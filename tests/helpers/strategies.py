@@ -134,7 +134,7 @@ def terms_of(draw, teacher, weighted):
     if draw(BOOLEANS):
         terms.append(("policy", draw(weights), draw(one_of(OBJECTIVES))))
     if draw(BOOLEANS):
-        terms.append(("kl", draw(weights), draw(one_of(["k1", "k2", "k3"]))))
+        terms.append(("kl", draw(one_of([1.0, 0.3])), draw(one_of(["k1", "k2", "k3"]))))
     if teacher == "whole":
         terms.append(
             (

@@ -74,8 +74,10 @@ class HeadLossOutput(NamedTuple):
         self.loss.backward(**keywords)
 
     def __getattr__(self, name: str):
-        # torch.compile looks at one without fields
-        is_mean = len(self) > 0 and (name in self.metrics or name in self.terms)
+        # torch.compile looks at one that holds no tensors, or no fields
+        if torch.compiler.is_compiling() or name.startswith("__") or not len(self):
+            raise AttributeError(name)
+        is_mean = name in self.metrics or name in self.terms
         key = name if is_mean and name in self.metrics else f"loss/{name}"
         said = f"write out.means()[{key!r}]" if is_mean else "its loss is the tensor out.loss"
         raise AttributeError(f"a HeadLossOutput has no {name!r}: {said}")
