@@ -62,8 +62,7 @@ class Head(NamedTuple):
 
     @property
     def columns_of_one_read(self) -> int:
-        """What the ids must be a multiple of, so that each rank's rows have whole vectors of 16
-        bytes."""
+        """Number that divides the ids, so that each rank's rows have whole vectors of 16 bytes."""
         return 16 // DTYPES[self.dtype] * self.tp
 
     @property

@@ -78,9 +78,9 @@ class Linear:
             dH and dW as a whole have about the errors of bfloat16 products; rows of dW without a
             large entry have random errors of some per cent of their own, small gradients. For
             bfloat16 operands without a bias, hidden sizes of multiples of 16, terms of log-probs,
-            lse and total alone, no softcap, and GPUs of compute capability 8.9 or more (CPUs compute the
-            same, slowly); ValueError elsewhere. Beside a block, each logit takes a byte, and each
-            element of the weight.
+            lse and total alone, no softcap, and GPUs of compute capability 8.9 or more (CPUs
+            compute the same, slowly); ValueError elsewhere. Beside a block, each logit takes a
+            byte, and each element of the weight.
 
     Examples:
         >>> hidden, weight, labels = (

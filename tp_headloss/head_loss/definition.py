@@ -12,7 +12,7 @@ import torch
 from ..arguments.options import Options
 from ..arguments.sequences import SEQUENCE_REDUCTIONS
 from ..engine.reductions import StatisticValue, SumsPlan
-from ..losses import generator_metrics, policy_metrics
+from ..losses import policy_metrics
 from ..spec import EACH_TOKEN, PER_TOKEN, TOKENS, Line, lines_within
 from ..spec.aliases import hint
 from ..statistics import AT_IDS, FULL_TEACHER, OVER_SETS, TOPK_TEACHER, MaybeNone, known_statistics
@@ -77,7 +77,6 @@ class HeadLossDefinition(NamedTuple):
         token_metrics = tuple(metric for metric in metrics if not isinstance(metric, str))
         if len(set(named)) != len(named):
             raise ValueError(f"metrics must have distinct names, got {list(named)}")
-        _expect_other_functions(token_metrics)
         if unknown := set(named) - set(METRICS):
             name = min(unknown)
             said = hint(name, METRICS, "metric")
@@ -213,28 +212,6 @@ class HeadLossDefinition(NamedTuple):
         ):
             lines |= dict.fromkeys([name] * bool(set(self.want) & {*statistics}), PER_TOKEN)
         return lines
-
-
-def _expect_other_functions(metrics: tuple[Metric, ...]):
-    """Raise ValueError for two metrics of one function, which return the same names."""
-    for place, metric in enumerate(metrics):
-        if any(_is_same_function(metric.function, other.function) for other in metrics[:place]):
-            raise ValueError(
-                f"metrics must have distinct names, got two of {_function_name(metric.function)}"
-            )
-
-
-def _is_same_function(one, other) -> bool:
-    """True for functions that return the same names: one and the same, with the same arguments, or
-    both of one of our own, whose arguments are numbers."""
-    if not (isinstance(one, partial) and isinstance(other, partial)):
-        return one is other
-    for ours in (policy_metrics, generator_metrics):
-        if all(any(x is ours for x in function.args) for function in (one, other)):
-            return True
-    plain = one.func is other.func and not one.keywords and not other.keywords
-    alike = len(one.args) == len(other.args) and all(a is b for a, b in zip(one.args, other.args))
-    return plain and alike
 
 
 def _class_weight_of_total(terms, metrics) -> torch.Tensor | None:
