@@ -75,6 +75,13 @@ class Operands(NamedTuple):
         facts = {"states": path.name, "entropy": round(found["entropy"], 3)}
         return cls(shard, hidden.to(dtype), own.to(dtype), labels, facts)
 
+    def ignoring(self, share: float) -> Operands:
+        """The same with that share of the tokens ignored, as a prompt or what has no advantage is."""
+        generator = torch.Generator(self.labels.device).manual_seed(4)
+        drawn = torch.rand(self.labels.shape, device=self.labels.device, generator=generator)
+        labels = torch.where(drawn < share, IGNORED, self.labels)
+        return self._replace(labels=labels, facts={**self.facts, "ignored": share})
+
 
 class Problem:
     def __init__(self, operands: Operands, machine: Machine):
@@ -262,6 +269,10 @@ def implementations(problem):
         n = 3 if mode == "one_sweep" else 4
         build = lambda m=mode, b=budget, g=main_grad, e=engine: ours(problem, m, b, g, engine=e)  # noqa: E731
         rows.append(Implementation(f"ours, {name}", n, build, budget))
+    if "ignored" in problem.facts:
+        valid = Linear("one_sweep", max_valid_tokens=int((problem.labels != IGNORED).sum()))
+        build = lambda x=valid: with_defaults(problem, x)  # noqa: E731
+        rows.append(Implementation("ours, one sweep, valid tokens", 3, build))
     if problem.hidden.dtype == torch.bfloat16:
         for name, linear in (
             ("one sweep, exact logits", Linear("one_sweep", exact_logits=True)),
@@ -384,6 +395,9 @@ def main(argv=None):
         help="files of trained_states.py, in the place of random operands of the other sizes",
     )
     parser.add_argument(
+        "--ignored", type=float, help="share of the tokens whose labels are ignored"
+    )
+    parser.add_argument(
         "--trace", action="store_true", help="print what runs beside the reduction of dH"
     )
     args = parser.parse_args(argv)
@@ -400,8 +414,10 @@ def run_shapes(args, report):
     ]
     if args.states:
         made = [partial(Operands.trained, path, dtype, machine) for path in args.states]
-    for operands in made:
-        problem = Problem(operands(), machine)
+    for make in made:
+        operands = make() if args.ignored is None else make().ignoring(args.ignored)
+        problem = Problem(operands, machine)
+        del operands
         (tokens, hidden), vocab = problem.hidden.shape, problem.shard.vocab_size
         truth = problem.truth()
         for implementation in implementations(problem):

@@ -201,6 +201,18 @@ def liger_linear_sharded(shard):
     return step
 
 
+@peer("fla, linear", package="fla-core", gemms=3, note="8 chunks; gradient in forward; dW in fp32")
+def fla_linear(shard):
+    from fla.modules.fused_linear_cross_entropy import fused_linear_cross_entropy_loss
+
+    require_equal_shards(shard)
+
+    def step(hidden, weight, labels):
+        return fused_linear_cross_entropy_loss(hidden, labels, weight, process_group=shard.group)
+
+    return step
+
+
 QUACK = {"package": "quack-kernels", "sharded": False, "gemms": 3}
 OTHER_GPUS = {"use_scaled_exp": False, "tuned": False}
 
@@ -208,7 +220,6 @@ OTHER_GPUS = {"use_scaled_exp": False, "tuned": False}
 # Its path for other GPUs: GEMMs of torch and, for dW, its own around its kernel for the
 # cross-entropy. Tuning would time 44 configurations, 254 launches each, of either of the two GEMMs
 # of dW: minutes at these shapes.
-# shapes.
 @peer("quack, linear, chunks", given=OTHER_GPUS, **QUACK, note="its GEMMs of dW are not tuned")
 # Where the hidden size is 4096 its default, 4096 tokens, fails: "m == n makes row/col inference
 # ambiguous".

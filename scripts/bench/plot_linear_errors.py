@@ -19,7 +19,7 @@ LOOKS = {  # as bench_linear.py calls them -> colour, marker
     "ours, one sweep, exact logits": ("#4c78a8", "*"),
     "materialised logits": ("#72b7b2", "o"),
 }
-OTHERS = "s^Dvph"
+OTHERS = "s^Dvph<>8Pd"
 FLOOR = "three GEMMs"
 
 
@@ -49,7 +49,7 @@ def draw(axis, entropy, rows, floor):
             time, error, marker, color=color, ms=8, ls="", label=name.replace(", dW returned", "")
         )
     axis.set(xscale="log", yscale="log", title=f"{entropy:.1f} nats", xlabel="ms of a step")
-    axis.set_xticks([4, 6, 10, 20], ["4", "6", "10", "20"])
+    axis.set_xticks([4, 6, 10, 20, 60], ["4", "6", "10", "20", "60"])
     axis.minorticks_off()
     axis.grid(alpha=0.3)
     axis.spines[["top", "right"]].set_visible(False)
