@@ -241,6 +241,27 @@ def test_late_gradients_know_temperatures_and_gaps(upstream, device):
 
 
 @on_hopper
+def test_class_weights_are_those_of_each_calls_labels(device):
+    """A kind of call is remembered, the weights of its labels are not."""
+    classes = torch.linspace(0.0, 2.0, V, device=device)
+    terms, metrics = [hl.CrossEntropy(class_weight=classes)], ("accuracy", "entropy")
+    heads = [hl.HeadLoss(terms, metrics=metrics, options=x) for x in (IN_FORWARD, IN_BACKWARD)]
+    for seed in range(3):
+        logits, labels = problem(device, seed=seed)
+        found = []
+        for head in heads:
+            leaf = logits.clone().requires_grad_()
+            out = head(leaf, labels)
+            out.loss.backward()
+            found.append((out, leaf.grad))
+        assert heads[0].explain(leaf, labels).way == "one read"
+        expect_alike(*found)
+        valid = labels != IGNORED
+        assert torch.allclose(out.term_counts["cross_entropy"], classes[labels[valid]].sum())
+        assert (found[0][0].count == valid.sum()) and out.count == valid.sum()
+
+
+@on_hopper
 def test_bad_rows_are_nan_alone(device):
     logits, labels = problem(device, n_rows=9)
     labels[2], labels[3] = V + 3, -7

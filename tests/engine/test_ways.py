@@ -33,18 +33,26 @@ CASES = {
     "own arithmetic": ((FOCAL,), {}),
     "own PyTorch": ((MEAN,), {}),
     "a loss per token": ((hl.CrossEntropy(),), {"reduction": "none"}),
-    "class weights": ((hl.CrossEntropy(),), {"class_weight": torch.linspace(0.5, 2, V)}),
+    "class weights": (
+        (hl.CrossEntropy(),),
+        {"class_weight": torch.linspace(0.0, 2, V), "metrics": ("entropy", "accuracy")},
+    ),
+    "class weights beside a term": (
+        (hl.CrossEntropy(), hl.ZLoss(0.01)),
+        {"class_weight": torch.linspace(0.5, 2, V)},
+    ),
     "a temperature per token": ((hl.CrossEntropy(),), {"transform": True}),
 }
 # Cases that the quicker ways serve; the others are the general one's and that of blocks.
 OF_STATISTICS = {"cross-entropy", "sum", "squares"}
 SERVED = {
     "one read": OF_STATISTICS
-    | {"label smoothing", "policy", "own arithmetic", "a temperature per token"},
+    | {"label smoothing", "policy", "own arithmetic", "a temperature per token", "class weights"},
     "prepared": OF_STATISTICS,
-    "one sweep": CASES.keys() - {"own PyTorch", "a loss per token", "class weights"},
+    "one sweep": CASES.keys() - {"own PyTorch", "a loss per token", "class weights beside a term"},
     "epilogues": CASES.keys(),
-    "fp8 sweep": OF_STATISTICS | {"own arithmetic", "a temperature per token", "label smoothing"},
+    "fp8 sweep": OF_STATISTICS
+    | {"own arithmetic", "a temperature per token", "label smoothing", "class weights"},
 }
 
 
@@ -56,7 +64,8 @@ def inputs_of(terms, generator, device):
 def head_of(case, device, options):
     terms, given = CASES[case]
     if "class_weight" in given:
-        terms = [hl.CrossEntropy(class_weight=given["class_weight"].to(device))]
+        weighted = hl.CrossEntropy(class_weight=given["class_weight"].to(device))
+        terms = (weighted, *terms[1:])
     others = {name: given[name] for name in ("metrics", "reduction") if name in given}
     return hl.HeadLoss(terms, options=options, **others)
 

@@ -21,7 +21,7 @@ def test_one_sweep_refuses_what_it_cannot_do():
         (hl.HeadLoss(reduction="none"), {}, "loss per token"),
         (hl.HeadLoss([hl.Term("own", lambda s: s.lse)]), {}, "declared tokenwise"),
         (
-            hl.HeadLoss([hl.CrossEntropy(class_weight=torch.ones(V))]),
+            hl.HeadLoss([hl.CrossEntropy(class_weight=torch.ones(V)), hl.ZLoss(0.1)]),
             {},
             "denominators of their own",
         ),

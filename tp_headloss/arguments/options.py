@@ -75,7 +75,8 @@ class Options:
             gradient is for 1, and multiplied for others, which rounds it a second time. For logits
             on GPUs of compute capability 9.0, whose rows begin at multiples of 16 bytes; equal
             shards on at most 8 ranks with symmetric memory; a positive scale; no bias; terms that
-            are statistics or `Term.pointwise` (no class weights), and at most six sums of lse,
+            are statistics or `Term.pointwise` (class weights: of one cross-entropy without
+            smoothing and without another term), and at most six sums of lse,
             log_prob, entropy, total, forward_kl, reverse_kl, teacher_entropy, one of jsd and
             total_variation, topk_forward_kl, vocab_forward_kl, tail_log_mass, the accuracy and such
             terms; no teacher, a `Teacher` whose logits have the student's dtype, or fp32, and such

@@ -40,7 +40,8 @@ class Call(NamedTuple):
     # [..], the ignore_index for tokens that a weight of 0 or the sequences' mask excludes
     labels: torch.Tensor
     token_weight: torch.Tensor | None  # [..], the caller's
-    loss_weight: torch.Tensor | None  # [..], the caller's times those of a reduction by sequence
+    # [..], the caller's times those of a reduction by sequence, or of the labels
+    loss_weight: torch.Tensor | None
     # [width], this rank's column weights of the statistic "total"
     total_weight: torch.Tensor | None
     # None: the mean divides by the sum of the valid tokens' weights
@@ -78,7 +79,7 @@ def check_call(
     for term in definition.terms:
         if term.class_weight is not None:
             TensorLine("real numbers", ("V",)).check("class_weight", term.class_weight, sizes)
-    loss_weight, count = token_weight, None
+    loss_weight, count = with_label_weight(definition, labels, token_weight), None
     if definition.reduction in SEQUENCE_REDUCTIONS:
         assert sequences is not None
         loss_weight, total = sequences.aggregate(definition.reduction)
@@ -102,6 +103,19 @@ def check_call(
         sequences,
         functions,
     )
+
+
+def with_label_weight(
+    definition: HeadLossDefinition, labels, token_weight: torch.Tensor | None
+) -> torch.Tensor | None:
+    """The caller's token weights [..] times the class weights of the labels, if tokens are weighed
+    by them. That of a label outside of the vocabulary is 1, so that its NaN is in the loss."""
+    class_weight = definition.plan.label_weight
+    if class_weight is None:
+        return token_weight
+    known = (labels >= 0) & (labels < class_weight.shape[0])
+    weight = torch.where(known, class_weight[torch.where(known, labels, 0).long()], 1.0)
+    return weight if token_weight is None else weight * token_weight
 
 
 def _check_values(definition, x, labels, token_weight, denominator, inputs):

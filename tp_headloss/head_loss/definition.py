@@ -17,7 +17,7 @@ from ..spec import EACH_TOKEN, PER_TOKEN, TOKENS, Line, lines_within
 from ..spec.aliases import hint
 from ..statistics import AT_IDS, FULL_TEACHER, OVER_SETS, TOPK_TEACHER, MaybeNone, known_statistics
 from .evaluation import StatisticsFunction, names_read
-from .terms import METRICS, CrossEntropy, Metric, Term
+from .terms import METRICS, CrossEntropy, Metric, Term, is_weighted_by_label
 
 PACKAGE = __name__.partition(".")[0]
 RECORDS = itertools.count()  # their numbers, one for each definition
@@ -45,6 +45,8 @@ class CallPlan(NamedTuple):
     sums: tuple[SumsPlan | None, SumsPlan | None]
     checked: dict  # calls that were checked, see `remembered`
     weights: dict[str, float | torch.Tensor]  # of the terms, by name
+    # [V] class weights of the only term, which are token weights of the loss, by label
+    label_weight: torch.Tensor | MaybeNone
     obstacles: list[str]  # reasons against one sweep that a call has found
     # number of what is remembered of upstream gradients, see `engine.one_read.kernel.Memory`
     record: int
@@ -114,12 +116,15 @@ class HeadLossDefinition(NamedTuple):
 
     def planned(self) -> HeadLossDefinition:
         """The definition with its plan."""
-        summed = self.summed_functions(False), self.summed_functions(True)
-        apart = self.metric_functions(False), self.metric_functions(True)
+        label_weight = self._label_weight()
+        are_apart = label_weight is not None, True
+        summed = self.summed_functions(are_apart[0]), self.summed_functions(True)
+        apart = self.metric_functions(are_apart[0]), self.metric_functions(True)
         weighted = [term.name for term in self.terms if term.token_weight is not None]
         sums: tuple[SumsPlan | None, SumsPlan | None] = (None, None)
         trained = any(isinstance(term.weight, torch.Tensor) for term in self.terms)
-        if self.reduction != "none" and not weighted and not trained:
+        has_own_divisors = bool(weighted) and label_weight is None
+        if self.reduction != "none" and not has_own_divisors and not trained:
             coefficients = [float(term.weight) for term in self.terms]
             plain, sequences = (
                 SumsPlan.from_functions([f.function for f in part], coefficients) for part in summed
@@ -139,6 +144,7 @@ class HeadLossDefinition(NamedTuple):
             sums=sums,
             checked={},
             weights={term.name: term.weight for term in self.terms},
+            label_weight=label_weight,
             obstacles=[],
             record=0 if torch.compiler.is_compiling() else next(RECORDS),
             rows={},
@@ -146,20 +152,34 @@ class HeadLossDefinition(NamedTuple):
         # torch 2.11 carries no result of _replace over a broken graph
         return HeadLossDefinition(*self[:-1], plan)
 
-    def summed_functions(self, has_sequences: bool) -> list[StatisticsFunction]:
+    def _label_weight(self) -> torch.Tensor | None:
+        """Class weights of a loss that is one cross-entropy with class weights, averaged over
+        tokens or summed. Its tokens are weighed by their labels, as by token weights; those of
+        several terms have weights of their own."""
+        alone = len(self.terms) == 1 and is_weighted_by_label(self.terms[0])
+        return self.terms[0].class_weight if alone and self.reduction in ("mean", "sum") else None
+
+    def summed_functions(self, are_apart: bool) -> list[StatisticsFunction]:
         """Functions that are summed together with the loss: the terms', the named metrics', the
         terms' token weights.
 
-        With sequences the named metrics are among `metric_functions` instead, which are summed in
-        two ways.
+        are_apart: the named metrics are among `metric_functions` instead, because the loss has
+        weights of its own: with sequences, for which metrics are summed in two ways, and where
+        tokens are weighed by their labels.
         """
+        by_label = self._label_weight() is not None
         terms = [
-            StatisticsFunction(f"term {term.name!r}", term.function, term.inputs, is_loss=True)
+            StatisticsFunction(
+                f"term {term.name!r}",
+                StatisticValue("log_prob", negative=True) if by_label else term.function,
+                term.inputs,
+                is_loss=True,
+            )
             for term in self.terms
         ]
         named = (
             []
-            if has_sequences
+            if are_apart
             else [StatisticsFunction(f"metric {n!r}", METRICS[n]) for n in self.metrics]
         )
         weights = [
@@ -167,13 +187,13 @@ class HeadLossDefinition(NamedTuple):
                 f"the token_weight of term {term.name!r}", term.token_weight, term.inputs
             )
             for term in self.terms
-            if term.token_weight is not None
+            if term.token_weight is not None and not by_label
         ]
         return terms + named + weights
 
-    def metric_functions(self, has_sequences: bool) -> list[StatisticsFunction]:
+    def metric_functions(self, are_apart: bool) -> list[StatisticsFunction]:
         """Functions that return metrics by name, and are summed apart from the loss."""
-        names = self.metrics if has_sequences else ()
+        names = self.metrics if are_apart else ()
         named = [
             StatisticsFunction(f"metric {name!r}", METRIC_FUNCTIONS[name], (), (name,))
             for name in names

@@ -274,7 +274,8 @@ def _obstacle_of_terms(call: Call) -> str | None:
     if undeclared:
         return f"the terms {undeclared} are not declared tokenwise"
     own = [term.name for term in terms if term.token_weight is not None]
-    if own and call.denominator is None and reduction == "mean":
+    by_label = call.definition.plan.label_weight is not None
+    if own and not by_label and call.denominator is None and reduction == "mean":
         return f"the terms {own} have denominators of their own: pass denominator"
     return None
 

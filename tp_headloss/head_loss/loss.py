@@ -360,7 +360,7 @@ class HeadLoss(nn.Module):
         One sweep, where the forward computes the gradients, needs: a reduction other than "none";
         terms that are `Term.tokenwise`, as built-in terms are unless they take "sequences" or look
         at all tokens; a denominator from the caller for terms with a `Term.token_weight`, such as
-        class weights; no gradient of weights, denominator, inputs or what a term's function closes
+        class weights beside another term; no gradient of weights, denominator, inputs or what a term's function closes
         over; a declared `Linear.upstream` (the loss scale) in float16; torch.is_grad_enabled(); no
         torch.compile. Its statistics cannot be differentiated; trying raises RuntimeError.
 

@@ -15,7 +15,7 @@ from ..spec import Instance, TupleOf, checked
 from ..statistics import MaybeNone, VocabStatistics, documented_fields
 from .checks import Call
 from .evaluation import expect_distinct_names
-from .reduction import reduce_tokens
+from .reduction import reduce_tokens, valid_weight
 
 
 @documented_fields
@@ -254,15 +254,17 @@ def make_output(
         loss, sums = reduce_tokens(call, stats, values, reduction)
     *sums, total = sums.unbind(0) if isinstance(sums, torch.Tensor) else sums
     terms = dict(zip(definition.plan.names, sums))
-    named = () if has_sequences else definition.metrics
+    by_label = definition.plan.label_weight is not None
+    named = () if has_sequences or by_label else definition.metrics
     metrics = dict(zip(named, sums[len(terms) :]))
+    own_counts = [total] if by_label else sums[len(terms) + len(named) :]
     by_sequence = call.count is not None  # whose weights are the reduction's alone
-    term_counts = (
-        {} if by_sequence else dict(zip(definition.plan.weighted, sums[len(terms) + len(named) :]))
-    )
+    term_counts = {} if by_sequence else dict(zip(definition.plan.weighted, own_counts))
     if other_metrics:
         expect_distinct_names(metrics, other_metrics)
         metrics |= other_metrics
+    if by_label:
+        total = valid_weight(stats.valid, call.token_weight).float()
     count = total if call.count is None else call.count
     weights = definition.plan.weights
     for name, weight in weights.items():

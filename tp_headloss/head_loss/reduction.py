@@ -215,7 +215,7 @@ def _denominator(call: Call, term, stats: VocabStatistics, count: torch.Tensor):
     weights, or the count."""
     if call.denominator is not None:
         return nonzero(call.denominator)
-    if term.token_weight is not None:
+    if term.token_weight is not None and call.definition.plan.label_weight is None:
         own = term.token_weight(stats, **{name: call.inputs[name] for name in term.inputs})
         expect_per_token(f"the token_weight of term {term.name!r}", own, stats.lse.shape)
         return nonzero(masked(own, stats.valid, call.loss_weight).sum(dtype=torch.float64))

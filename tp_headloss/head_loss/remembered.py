@@ -17,7 +17,7 @@ from ..engine.operators import can_skip_dispatch
 from ..engine.request import Request, Tensors
 from ..linear_head.request import LinearRequest
 from ..ranks.shard import VocabShard
-from .checks import Call, expect_denominator
+from .checks import Call, expect_denominator, with_label_weight
 from .definition import HeadLossDefinition
 from .linear_ways import LinearWay
 
@@ -158,7 +158,7 @@ def _call_again(definition: HeadLossDefinition, labels, shard, denominator, inpu
         definition,
         labels,
         None,
-        None,
+        with_label_weight(definition, labels, None),
         None,
         denominator,
         None,

@@ -277,6 +277,11 @@ def _weighted_cross_entropy(class_weight, stats):
     return scaled(losses.label_weight(stats, class_weight), losses.cross_entropy(stats))
 
 
+def is_weighted_by_label(term: Term) -> bool:
+    """Whether a term is the label's -log p times the label's class weight."""
+    return getattr(term.function, "func", None) is _weighted_cross_entropy
+
+
 def _expect_arguments(owner: str, function, inputs: tuple[str, ...]):
     """Raise TypeError if a function cannot be called with the statistics and inputs of these
     names."""

@@ -225,7 +225,7 @@ def obstacle_to_loss(request: Request, reduction: FusedReduction, inplace: bool)
     )
     others = known[2:]  # beside logits and labels
     if request.ways is None and any(tensor is not None for tensor in others):
-        return "a call without class weights, sets, given ids or ranks"
+        return "a call without class weights beside label smoothing, sets, given ids or ranks"
     return obstacle_to_rows(x.logits, inplace) if facts.world_size == 1 else None
 
 

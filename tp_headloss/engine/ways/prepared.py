@@ -40,6 +40,8 @@ class Prepared(Way):
                 "a kind of call that is remembered: plain tensors, no token_weight, "
                 "validate='metadata', and no check=True of values"
             )
+        if reduction.weight is not None:
+            return "a loss without weights of tokens, or of their labels"
         if request.tensors.temperatures is not None:
             return "one temperature of all tokens"
         layout, gradients = request.layout, reduction.plan.gradients
