@@ -693,6 +693,23 @@ GROUPS = {
     "test_transformers": [
         ("integrations/transformers/check.py", "InstalledForward._run_body", "hooks - known", "set()"),
         ("integrations/transformers/check.py", "_expect_no_hooks", "not _is_from(hook, 'torch.distributed', 'transformers', 'deepspeed')", "False"),
+        ("integrations/transformers/check.py", "InstalledForward.__init__", "self._expect_agreement(agreed)", "pass"),
+        ("integrations/transformers/check.py", "InstalledForward.__init__", "_expect_all_ids(model, shard)", "pass"),
+        ("integrations/transformers/check.py", "InstalledForward._expect_agreement", "transform=self.transform", "transform=None"),
+        ("integrations/transformers/fused_head.py", "FusedHead.__init__", "agreed", "{}"),
+        ("integrations/transformers/fused_head.py", "FusedHead._logits", "logits = model_parts.whole_logits(logits, shard)", "return None"),
+        ("integrations/transformers/loss_function.py", "_check_call", "return _with_whole_logits(outputs, loss.shard)", "return None"),
+        ("integrations/transformers/loss_function.py", "_with_whole_logits", "(loss, model_parts.whole_logits(logits, shard), *others)", "(loss, logits, *others)"),
+        ("integrations/transformers/loss_function.py", "_check_call", 'refuse_unread("causal_lm_loss", type(model).forward, model_parts.HEAD_ARGUMENTS, given)', "pass"),
+        ("integrations/transformers/model_parts.py", "whole_logits", "reduce_in_place(whole, shard.world_size, shard.group_name)", "whole"),
+        ("integrations/transformers/words.py", "refuse_unread", "value is None", "False"),
+        ("integrations/transformers/words.py", "_what_to_write", "if word in KEYWORDS[installation]: return f'{installation}(model, {word}=..)'", "pass"),
+        ("integrations/transformers/words.py", "_what_to_write", "0.75", "0.95"),
+        ("integrations/token_counts.py", "agreed_count", "shard.world_size == 1", "True"),
+        ("integrations/token_counts.py", "_checksum", "flat * OF_LABEL + position * OF_POSITION", "flat * OF_LABEL"),
+        ("integrations/token_counts.py", "_checksum", "flat * OF_LABEL + position * OF_POSITION", "(flat == -100) * position"),
+        ("integrations/token_counts.py", "expect_mean_over_tokens", "term.token_weight is not None", "False"),
+        ("integrations/token_counts.py", "expect_mean_over_tokens", 'head_loss.reduction.startswith("seq-")', "False"),
     ],
     "test_trainers": [
         ("integrations/transformers/check.py", "evaluation", "module.reshard()", "pass"),
@@ -759,6 +776,11 @@ GROUPS = {
         ("integrations/axolotl.py", "HeadLossPlugin.post_model_load", "self.head_loss(cfg)", "HeadLoss()"),
     ],
     "test_ms_swift": [
+        ("integrations/ms_swift.py", "LogitsLoss.__init__", """expect_mean_over_tokens(
+            self.head_loss,
+            "ms-swift's num_items_in_batch",
+            "a Term that multiplies its loss by weights is divided by tokens",
+        )""", "pass"),
         ("integrations/ms_swift.py", "LogitsLoss.__init__", "HeadLoss() if head_loss is None else head_loss", "HeadLoss()"),
         ("integrations/ms_swift.py", "LogitsLoss.__call__", "(next_labels != IGNORED_LABEL).sum()", "next_labels.numel()"),
         ("integrations/ms_swift.py", "LogitsLoss.__call__", "loss_scale.view_as(next_labels)", "None"),
@@ -769,6 +791,7 @@ GROUPS = {
         ("integrations/ms_swift.py", "_divergence_of", "'reverse_kl' if beta else 'forward_kl'", "'forward_kl' if beta else 'reverse_kl'"),
     ],
     "test_verl_engine": [
+        ("integrations/verl/heads.py", "HiddenHead.statistics", "agreed_count(labels, IGNORED_LABEL, self.shard)", "int((labels != IGNORED_LABEL).sum())"),
         ("integrations/verl/engine.py", "HeadLossEngine._lm_head_logits_processor", "temperature.clamp(min=LOWEST_TEMPERATURE)", "temperature"),
         ("integrations/verl/engine.py", "HeadLossEngine._lm_head_logits_processor", '{"sum_pi_squared": "collision"} if calculate_sum_pi_squared else {}', "{}"),
         ("integrations/verl/engine.py", "HeadLossEngine._head", "layer_shard(group, logits.shape[-1], self.vocab_size)", "layer_shard(group, logits.shape[-1], None)"),

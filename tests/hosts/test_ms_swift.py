@@ -205,6 +205,15 @@ def test_losses_of_a_name_that_are_refused():
         ms_swift.LogitsLoss(None, trainer(2))
     with pytest.raises(ValueError, match="got a HeadLoss with reduction='none'"):
         ms_swift.LogitsLoss(None, trainer(), HeadLoss(reduction="none"))
+    for other, divisor in (
+        (
+            HeadLoss(CrossEntropy(class_weight=torch.ones(V))),
+            r"terms \['cross_entropy'\] divide by",
+        ),
+        (HeadLoss(reduction="seq-mean-token-mean"), "reduction='seq-mean-token-mean' divides by"),
+    ):
+        with pytest.raises(ValueError, match=f"counts tokens, and {divisor}"):
+            ms_swift.LogitsLoss(None, trainer(), other)
 
 
 def modules():

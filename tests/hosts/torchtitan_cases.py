@@ -317,6 +317,11 @@ def refusals(group):
     refused(lambda: ours("fused", linear="none"), "linear must be a Linear, got str", TypeError)
     refused(lambda: ours("logits", HeadLoss(reduction="sum")), "reduction='mean'")
     refused(lambda: ours("fused", HeadLoss(ignore_index=0)), "ignore_index=-100")
+    weighted = HeadLoss(CrossEntropy(class_weight=torch.ones(509)))
+    for kind in ("fused", "logits"):
+        refused(
+            lambda kind=kind: ours(kind, weighted), "global_valid_tokens counts tokens, and terms"
+        )
     for linear in (
         Linear(hidden_grad="reduce_scatter"),
         Linear(hidden_grad="none", main_grad=True),

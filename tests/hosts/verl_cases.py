@@ -336,7 +336,9 @@ def same(group, fused=False, response_only=False, **kind):
     compute = mock.patch.object(
         heads, "linear_vocab_statistics", wraps=heads.linear_vocab_statistics
     )
-    with install(response_only=response_only) as installed, no_logits, compute as computed:
+    agree = mock.patch.object(heads, "agreed_count", wraps=heads.agreed_count)
+    head = install(response_only=response_only)
+    with head as installed, no_logits, compute as computed, agree as agreed:
         ours = trajectory(fused=fused, **kind)
     left_out = [
         call
@@ -344,6 +346,7 @@ def same(group, fused=False, response_only=False, **kind):
         if call.kwargs["linear"].max_valid_tokens is not None
     ]
     assert len(left_out) == (installed.calls if fused and response_only else 0)
+    assert agreed.call_count == len(left_out)  # ranks with other labels are an error
     if response_only:  # verl's of the other tokens as 0, which they are
         scored = torch.cat(
             [torch.arange(1, p + r + 1) % (p + r) >= p for p, r in zip(PROMPTS, RESPONSES)]

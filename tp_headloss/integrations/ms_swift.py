@@ -19,6 +19,7 @@ from ..head_loss import HeadLoss
 from ..search.topk import topk_log_probs
 from ..spec import CheckedBy, Ids, Logits, Positive, Share, Size, TensorLine, Unused, checked
 from .rl_tokens import IGNORED_LABEL, TpGroup, VocabSize, even_shard, next_tokens
+from .token_counts import expect_mean_over_tokens
 
 
 class LogitsLoss:
@@ -35,7 +36,7 @@ class LogitsLoss:
 
     Raises:
         ValueError: sequence parallelism, where ms-swift gives parts of sequences; a HeadLoss with
-            reduction="none".
+            reduction="none", by sequences, or with class weights, whose mean is none over tokens.
     """
 
     def __init__(self, args: Any, trainer: Any, head_loss: HeadLoss | None = None):
@@ -47,6 +48,11 @@ class LogitsLoss:
             )
         if self.head_loss.reduction == "none":
             raise ValueError("the loss is one number, got a HeadLoss with reduction='none'")
+        expect_mean_over_tokens(
+            self.head_loss,
+            "ms-swift's num_items_in_batch",
+            "a Term that multiplies its loss by weights is divided by tokens",
+        )
 
     def __call__(
         self,

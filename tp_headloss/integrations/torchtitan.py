@@ -30,6 +30,7 @@ from ..ranks.shard import VocabShard
 from ..spec import Instance, Size, checked
 from . import require
 from .fsdp import unsharded
+from .token_counts import expect_mean_over_tokens
 
 require("torchtitan")  # before it is imported: an error that says which versions are supported
 
@@ -214,13 +215,19 @@ class FusedHeadLoss(ChunkedLossWrapper):
 
 
 def _checked_head_loss(head_loss: HeadLoss) -> HeadLoss:
-    """Return the HeadLoss. ValueError unless its reduction and ignore_index are torchtitan's."""
+    """Return the HeadLoss. ValueError unless its reduction, ignore_index and denominator are
+    torchtitan's."""
     if head_loss.reduction != "mean" or head_loss.ignore_index != IGNORE_INDEX:
         raise ValueError(
             f"torchtitan divides by the number of all labels that are not {IGNORE_INDEX}: the "
             f"HeadLoss must have reduction='mean' and ignore_index={IGNORE_INDEX}, got "
             f"{head_loss.reduction!r} and {head_loss.ignore_index}"
         )
+    expect_mean_over_tokens(
+        head_loss,
+        "torchtitan's global_valid_tokens",
+        "a Term that multiplies its loss by weights is divided by tokens",
+    )
     return head_loss
 
 

@@ -14,6 +14,7 @@ from ..linear_head import Linear, linear_vocab_statistics
 from ..ranks.shard import VocabShard
 from ..spec import Names, Positive, checked
 from . import require
+from .token_counts import agreed_count
 from .transformers.check import InstalledForward
 from .transformers.forward import named_arguments
 from .transformers.model_facts import (
@@ -26,6 +27,7 @@ from .transformers.model_facts import (
     without_wrapper,
 )
 from .transformers.model_parts import next_token_labels, refuse_columns
+from .transformers.words import refuse_unread
 
 require("trl")
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head  # noqa: E402
@@ -39,6 +41,8 @@ OUTPUTS = {  # of TRL's head -> the statistics that it needs in want, and its va
     "is_top1": (("argmax",), lambda stats: stats.correct),
 }
 SETTINGS = ("temperature", "cast_lm_head_to_fp32", "outputs")
+# keywords of a call that this head reads
+READ = ("labels", "shift_labels", "num_items_in_batch", "logits_to_keep", "return_dict")
 
 
 @checked
@@ -61,16 +65,26 @@ def fuse_log_probs(
     Fields are [B, S - 1], or [B, S] with ``shift_labels``, replicated, and 0 where the label is -100. log_probs and
     entropy are differentiable, the others are not. dH, the gradient of the hidden states, is summed over the group here
     (one all-reduce), because the model's body expects a whole gradient. Without ``fused_lm_head=True``
-    the forward is the model's own, so that generate() works. All ranks of the group install together.
+    the forward is the model's own, so that generate() works. All ranks of the group install together, and compare their
+    settings. Where None, a setting is that of TRL's head on this model, or without one TRL's default.
+
+    Tokens without a label are dropped before the head, by each rank for itself. So each call begins with one small
+    all-gather, in which ranks that share a vocabulary compare their labels. Batches that differ are a ValueError on
+    every rank, unless `Linear` has max_valid_tokens: then nothing is compared.
 
     Args:
-        temperature, cast_lm_head_to_fp32, outputs: TRL's settings; None takes those of TRL's head on this model, or
-            without one TRL's defaults (1.0, False, ("log_probs",)). cast_lm_head_to_fp32 copies rows of another dtype.
-        linear, shard, transform: as in `transformers.fuse_head`, with the same check of the model.
+        temperature: divides the logits; TRL's default is 1.0.
+        cast_lm_head_to_fp32: True computes in fp32, from a copy of the rows if they are of another dtype; TRL's default
+            is False.
+        outputs: fields of the output besides log_probs; TRL's default is ("log_probs",).
+        linear: as in `transformers.fuse_head`.
+        shard: as in `transformers.fuse_head`.
+        transform: as in `transformers.fuse_head`, without the temperature.
 
     Raises:
         TypeError, ValueError: as in `transformers.fuse_head`; an output that TRL's head does not have; an auxiliary
-            loss of a router. In a call without labels: logits of this rank's columns (`transformers.colwise_plan`).
+            loss of a router. In a call: labels that differ between ranks. In a call without labels: logits of this
+            rank's columns (`transformers.colwise_plan`).
     """
     model = without_wrapper(model)
     output_layer(model)
@@ -102,29 +116,33 @@ class FusedLogProbs(InstalledForward):
     def __init__(self, model, trl_forward, settings, linear, shard, transform):
         # at temperature 1 until the check has compared the loss with the model's own
         self.linear, self.settings = checked_linear(linear), {**settings, "temperature": 1.0}
-        super().__init__(model, shard, transform, trl_forward, fused_lm_head=True)
+        agreed = {"linear": self.linear, **settings}
+        super().__init__(model, shard, transform, agreed, trl_forward, fused_lm_head=True)
         self.settings = settings
 
     def _forward(self, model, args, kwargs):
-        kwargs = dict(kwargs)
-        if not kwargs.pop("fused_lm_head", False):
-            outputs = self.stock_forward(model, *args, **kwargs)
-            if named_arguments(self.stock_forward, model, args, kwargs).get("labels") is None:
+        given = named_arguments(self.stock_forward, model, args, kwargs)
+        if not given.pop("fused_lm_head", False):
+            own = {name: x for name, x in kwargs.items() if name != "fused_lm_head"}
+            outputs = self.stock_forward(model, *args, **own)
+            if given.get("labels") is None:
                 refuse_columns(outputs, self.checked_shard)
             return outputs
         self.calls += 1
-        given = named_arguments(self.stock_forward, model, args, kwargs) | {"use_cache": False}
+        refuse_unread("fuse_log_probs", self.stock_forward, READ, given)
+        given["use_cache"] = False
         hidden, layer = self._run_body(model, given).last_hidden_state, output_layer(model)
         labels = next_token_labels(
             given.get("labels"), given.get("shift_labels"), IGNORED_LABEL
         ).to(hidden.device)
-        # the valid tokens alone, as in TRL's head: their number waits for the device
-        linear = self.linear
-        if linear.max_valid_tokens is None:
-            linear = replace(linear, max_valid_tokens=int((labels != IGNORED_LABEL).sum()))
         cast = self.settings["cast_lm_head_to_fp32"]
         autocast = torch.is_autocast_enabled(hidden.device.type) and not cast
         with gathered_head(model), torch.autocast(hidden.device.type, enabled=autocast):
+            shard, linear = call_shard(model, self.shard, self.linear, hidden), self.linear
+            # the valid tokens alone, as in TRL's head
+            if linear.max_valid_tokens is None:
+                count = agreed_count(labels, IGNORED_LABEL, shard)
+                linear = replace(linear, max_valid_tokens=count)
             features, weight = head_operands(layer, hidden)
             if cast:
                 features, weight = features.float(), weight.float()
@@ -133,7 +151,7 @@ class FusedLogProbs(InstalledForward):
                 weight,
                 labels,
                 bias=layer.bias,
-                shard=call_shard(model, self.shard, linear, hidden),
+                shard=shard,
                 want=tuple(want for name in self.settings["outputs"] for want in OUTPUTS[name][0]),
                 transform=replace(self.transform, temperature=self.settings["temperature"]),
                 linear=linear,

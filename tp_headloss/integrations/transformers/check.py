@@ -14,7 +14,8 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from ...arguments.options import Transform
+from ...arguments.options import Options, Transform
+from ...call.agreement import Agreement
 from ...call.subclasses import is_dtensor
 from ...ranks.shard import VocabShard
 from ..replacement import Replacement, evaluating, replaced
@@ -33,6 +34,7 @@ class InstalledForward(Replacement):
 
     Args:
         shard, transform: as in `fuse_head`.
+        agreed: other arguments that must be equal on all ranks of the group, which compare them.
         in_place: the forward that this model has of its own, and gets back in the end; None: it
             must have none.
         arguments: of the check call, besides ids and labels.
@@ -45,6 +47,7 @@ class InstalledForward(Replacement):
         model,
         shard: VocabShard | None,
         transform: Transform | None,
+        agreed: dict[str, Any],
         in_place=None,
         **arguments: Any,
     ):
@@ -58,6 +61,9 @@ class InstalledForward(Replacement):
                 config_transform(model.config.get_text_config()) if transform is None else transform
             )
             self.checked_shard = installed_shard(model, shard)
+            self._expect_agreement(agreed)
+            if shard is not None:
+                _expect_all_ids(model, shard)
             stock = check_forward(model, self.stock_forward, self.transform, self.checked_shard)
             _expect_no_hooks(output_layer(model))
             self.output_class, self._seen = stock.output_class, _heeded_by_stock(model)
@@ -72,6 +78,16 @@ class InstalledForward(Replacement):
             self.undo()
             raise
         self.checked = True
+
+    def _expect_agreement(self, arguments):
+        """Raise ValueError on every rank of the group if their arguments differ."""
+        with Agreement(Options(validate="full"), self.checked_shard) as agreement:
+            agreement.record(
+                f"the installation of {type(self).__name__}",
+                self.checked_shard,
+                transform=self.transform,
+                **arguments,
+            )
 
     def undo(self):
         super().undo()
@@ -151,6 +167,18 @@ class InstalledForward(Replacement):
                 "after that, or take causal_lm_loss"
             )
         return run_body(model, given)
+
+
+def _expect_all_ids(model, shard: VocabShard):
+    """Raise ValueError for a shard of other ids than the config's, all of which the model's own
+    loss counts."""
+    ids = model.config.get_text_config().vocab_size
+    if shard.vocab_size != ids:
+        raise ValueError(
+            f"shard= must have vocab_size={ids}, because the model's own loss and logits have so "
+            f"many ids, got {shard.vocab_size}: leave the shard out, or "
+            f"model.resize_token_embeddings({shard.vocab_size}) first"
+        )
 
 
 def _heeded_by_stock(model) -> tuple[Transform, set]:

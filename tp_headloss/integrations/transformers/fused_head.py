@@ -10,6 +10,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ...arguments.options import Transform
 from ...head_loss import HeadLoss, HeadLossOutput
+from ...head_loss.checks import replicated_facts
 from ...head_loss.output import Observed
 from ...linear_head import Linear
 from ...ranks.shard import VocabShard
@@ -27,6 +28,7 @@ from .model_facts import (
     output_layer,
     without_wrapper,
 )
+from .words import refuse_unread
 
 
 @checked
@@ -61,26 +63,29 @@ def fuse_head(
     ValueError in training, where a Trainer took the labels away, and where it would return this
     rank's columns alone (`colwise_plan`). Other arguments, and ``.last``, as in `causal_lm_loss`.
 
-    All ranks of the group install together: three forward passes over eight tokens check that the
-    model does nothing else between its body and its loss, and that the loss is the model's own.
+    All ranks of the group install together: they compare these arguments (except observe), and
+    three forward passes over eight tokens check that the model does nothing else between its body
+    and its loss, and that the loss is the model's own.
 
     Args:
-        head_loss, shard, observe: as in `causal_lm_loss`.
+        head_loss, observe: as in `causal_lm_loss`.
+        shard: as in `causal_lm_loss`, of all ids of the output layer.
         linear: `Linear`, except hidden_grad="reduce_scatter".
         transform: what the model does to its logits (softcapping, a scale); None reads it from the
             model's config.
         skip_logits: False makes logits in calls with labels, too, True never does. None (default):
             those in eval() and torch.no_grad() have them, because a Trainer's compute_metrics reads
-            them; except under a `colwise_plan`, where no rank has them all. Say True to save their
-            memory where nobody reads them.
+            them; under a `colwise_plan` an all-reduce makes them. Say True to save their memory
+            where nobody reads them. Under a `colwise_plan` False is an error in other calls.
 
     Raises:
         TypeError, ValueError: the forward or the loss function is replaced already, the body or the
             output layer is not what it seems (other adapters, quantization, hooks that the head
-            would not run), a router has an auxiliary loss, or the check found something; the model
-            is as it was before. In a call with labels: ``logits_to_keep``; another loss_function,
-            transform of the config, or new hook of the output layer than when the head was
-            installed.
+            would not run), a router has an auxiliary loss, ranks gave other arguments, or the check
+            found something; the model is as it was before. In a call with labels:
+            ``logits_to_keep``; another loss_function, transform of the config, or new hook of the
+            output layer than when the head was installed; keywords and ``num_items_in_batch`` as
+            in `causal_lm_loss`.
     """
     model = without_wrapper(model)
     _expect_own_loss(model)
@@ -111,7 +116,13 @@ class FusedHead(InstalledForward, Observed):
         self.head_loss = HeadLoss(options=wanted[0].options)
         self.skip_logits: bool | None = True
         self.linear = dataclasses.replace(wanted[1], max_valid_tokens=None)
-        super().__init__(model, shard, transform)
+        agreed = replicated_facts(wanted[0]._definition, None, None, None) | {
+            "ignore_index": wanted[0].ignore_index,
+            "options": wanted[0].options,
+            "linear": wanted[1],
+            "skip_logits": skip_logits,
+        }
+        super().__init__(model, shard, transform, agreed)
         (self.head_loss, self.linear), self.last = wanted, None
         self.observe, self.skip_logits = observe, skip_logits
 
@@ -121,6 +132,7 @@ class FusedHead(InstalledForward, Observed):
 
     def _forward(self, model, args, kwargs):
         given = named_arguments(self.stock_forward, model, args, kwargs)
+        refuse_unread("fuse_head", self.stock_forward, model_parts.HEAD_ARGUMENTS, given)
         if given.get("labels") is None and given.get("shift_labels") is None:
             if given.get("num_items_in_batch") is not None or model_parts.is_training(model):
                 raise ValueError(model_parts.LOST_LABELS)
@@ -139,12 +151,11 @@ class FusedHead(InstalledForward, Observed):
         )
         logits = None
         with gathered_head(model):
-            if not (
-                (model.training or torch.is_grad_enabled())
-                if self.skip_logits is None
-                else self.skip_logits
-            ):
-                logits = self._logits(layer(hidden))
+            skips = self.skip_logits
+            if skips is None:
+                skips = not model_parts.is_evaluating(model)
+            if not skips:
+                logits = self._logits(model, layer(hidden))
             features, weight = head_operands(layer, hidden)
             out = head_loss.linear(
                 features,
@@ -168,12 +179,12 @@ class FusedHead(InstalledForward, Observed):
         as_dict = model.config.return_dict if return_dict is None else return_dict
         return result if as_dict else result.to_tuple()
 
-    def _logits(self, logits):
-        """The model's logits of its output layer's, or None if they are this rank's columns and
-        nobody asked."""
+    def _logits(self, model, logits):
+        """The model's logits [.., V] of its output layer's. ValueError where these are this rank's
+        columns, and a gradient may be wanted of them."""
         shard, scale, softcap = self.checked_shard, self.transform.scale, self.transform.softcap
-        if shard.world_size > 1 and logits.shape[-1] == shard.width and self.skip_logits is None:
-            return None
+        if model_parts.is_evaluating(model):
+            logits = model_parts.whole_logits(logits, shard)
         model_parts.refuse_columns((logits,), shard)
         logits = logits if scale == 1 else logits * scale
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)

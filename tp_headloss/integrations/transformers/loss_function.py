@@ -3,7 +3,7 @@ logits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from ...spec import Instance, checked
 from . import model_parts
 from .forward import FUSED, named_arguments
 from .model_facts import Model, installed_shard
+from .words import refuse_unread
 
 
 def colwise_plan(model_class: type[PreTrainedModel], config) -> dict[str, str]:
@@ -28,6 +29,11 @@ def colwise_plan(model_class: type[PreTrainedModel], config) -> dict[str, str]:
     no rank has whole logits: once `causal_lm_loss` is the model's loss_function, generate() and any
     other call without labels raise. `fuse_head` works with the model's own plan (tp_plan="auto")
     and does not need this one.
+
+    The plan alone leaves nothing of this package in the model, which then takes a rank's columns
+    for the whole vocabulary. Without ``model.loss_function = causal_lm_loss(model)`` a call with
+    labels ends in torch's error "Expected input batch_size (..) to match target batch_size (..)",
+    and generate() samples wrong ids without an error.
 
     Args:
         model_class: the class of the model itself, such as LlamaForCausalLM.
@@ -80,9 +86,13 @@ def causal_lm_loss(
     model's own output layer reduces its input's.
 
     The function has the signature that transformers expects. ``num_items_in_batch`` is the
-    denominator. ignore_index None means the one of the head_loss. ``head_inputs``, a keyword of the
-    model's forward, becomes ``inputs`` of the head_loss, for the positions of the logits. ``.last``
-    is the last `HeadLossOutput`, without graph and statistics, or None before it.
+    denominator, in train() and eval(). ignore_index None means the one of the head_loss.
+    ``head_inputs``, a keyword of the model's forward, becomes ``inputs`` of the head_loss, for the
+    positions of the logits. ``.last`` is the last `HeadLossOutput`, without graph and statistics, or None before it.
+
+    Logits that a call with labels returns are this rank's columns, [B, S, V/P]; in eval() and
+    torch.no_grad() all of them, [B, S, V] (one all-reduce of their size), because a Trainer's
+    compute_metrics reads them.
 
     A forward hook of the model, active while the function is its loss_function, raises ValueError
     on every rank for a call with labels whose model does not call its loss_function (T5, BERT), and
@@ -98,9 +108,12 @@ def causal_lm_loss(
             `mean_metrics` reads later.
 
     Raises:
-        TypeError: an argument, or the output layer, is of another class.
+        TypeError: an argument, or the output layer, is of another class; in a call: a keyword that
+            belongs to a HeadLoss's own call (``denominator``, ``token_weight``, ``inputs``, ..), or
+            a misspelt one.
         ValueError: the weight is sharded by something else than tensor parallelism; in a call:
-            gathered logits.
+            gathered logits; ``num_items_in_batch``, which counts tokens, with class weights or a
+            reduction over sequences, which divide by something else.
     """
     loss = CausalLMShardLoss(head_loss, installed_shard(model, shard), observe)
     if _check_call not in model._forward_hooks.values():
@@ -108,12 +121,15 @@ def causal_lm_loss(
     return loss
 
 
-def _check_call(model, args, kwargs, outputs) -> None:
-    """Forward hook that raises ValueError for calls which cannot mean what their caller expects."""
+def _check_call(model, args, kwargs, outputs) -> Any:
+    """Forward hook that raises an error for calls which cannot mean what their caller expects, and
+    returns outputs with whole logits of an evaluation with labels."""
     loss = model.loss_function
     if not isinstance(loss, CausalLMShardLoss):
-        return
+        return None
     given = named_arguments(type(model).forward, model, args, kwargs)
+    if not hasattr(model.forward, FUSED):
+        refuse_unread("causal_lm_loss", type(model).forward, model_parts.HEAD_ARGUMENTS, given)
     if given.get("labels") is not None:
         loss.forwards += 1
         if loss.last is None and not hasattr(model.forward, FUSED):
@@ -122,12 +138,14 @@ def _check_call(model, args, kwargs, outputs) -> None:
                 "computed: compute it from the logits of a call without labels, "
                 "HeadLoss(..)(logits, labels)"
             )
-        return
+        if model_parts.is_evaluating(model):
+            return _with_whole_logits(outputs, loss.shard)
+        return None
     if given.get("num_items_in_batch") is not None:
         raise ValueError(model_parts.LOST_LABELS)
     if not model_parts.is_training(model):
         model_parts.refuse_columns(outputs, loss.shard)
-        return
+        return None
     logits, before = (
         outputs["logits"] if isinstance(outputs, Mapping) else outputs[0],
         loss.forwards - loss.calls,
@@ -140,6 +158,17 @@ def _check_call(model, args, kwargs, outputs) -> None:
 
     if logits.requires_grad:
         logits.register_hook(expect_loss)
+    return None
+
+
+def _with_whole_logits(outputs, shard: VocabShard):
+    """Return the outputs of a call with labels, (loss, logits, ..) or a dict, with whole logits."""
+    if not isinstance(outputs, MutableMapping):
+        loss, logits, *others = outputs
+        return (loss, model_parts.whole_logits(logits, shard), *others)
+    if outputs.get("logits") is not None:
+        outputs["logits"] = model_parts.whole_logits(outputs["logits"], shard)
+    return outputs
 
 
 class CausalLMShardLoss(Observed):
@@ -169,6 +198,7 @@ class CausalLMShardLoss(Observed):
         head_inputs: Mapping[str, Any] | None = None,
         **kwargs,  # given by transformers, for its attention and the like
     ) -> torch.Tensor:
+        refuse_unread("causal_lm_loss", type(self).__call__, model_parts.HEAD_ARGUMENTS, kwargs)
         if not is_dtensor(logits):
             self._expect_columns(logits.shape[-1])
         head_loss = model_parts.with_ignore_index(self.head_loss, ignore_index)

@@ -12,9 +12,12 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedModel
 
+from ...call.subclasses import is_dtensor
 from ...head_loss import HeadLoss
+from ...ranks.comm import reduce_in_place
 from ...ranks.shard import VocabShard
 from ...spec import IDS
+from ..token_counts import expect_mean_over_tokens
 
 # Arguments of a model's forward that its body does not take
 HEAD_ARGUMENTS = (
@@ -27,8 +30,8 @@ HEAD_ARGUMENTS = (
     "head_inputs",
 )
 LOST_LABELS = (
-    "a training call must have labels (or shift_labels), got none, so the HeadLoss would not be "
-    "computed: transformers' Trainer takes them away for label_smoothing_factor (use "
+    "a call in training, or with num_items_in_batch, must have labels (or shift_labels), got none, "
+    "so the HeadLoss would not be computed: transformers' Trainer takes them away for label_smoothing_factor (use "
     "HeadLoss([CrossEntropy(label_smoothing=...)]) instead) and for compute_loss_func (leave it "
     "out); for logits, use eval() or torch.no_grad()"
 )
@@ -37,6 +40,23 @@ LOST_LABELS = (
 def is_training(model) -> bool:
     """Return True for a call whose outputs are meant to be differentiated."""
     return model.training and torch.is_grad_enabled()
+
+
+def is_evaluating(model) -> bool:
+    """Return True for a call whose logits are for somebody to read, such as a Trainer's
+    compute_metrics."""
+    return not (model.training or torch.is_grad_enabled())
+
+
+def whole_logits(logits: torch.Tensor, shard: VocabShard) -> torch.Tensor:
+    """Return logits [.., V] on every rank, without a gradient, of this rank's columns [.., V/P]:
+    one all-reduce. Logits of any other width come back as they are."""
+    if shard.world_size == 1 or is_dtensor(logits) or logits.shape[-1] != shard.width:
+        return logits
+    columns = logits.detach()[..., : shard.valid_width]
+    whole = columns.new_zeros(*logits.shape[:-1], shard.vocab_size)
+    whole[..., shard.start : shard.start + shard.valid_width] = columns
+    return reduce_in_place(whole, shard.world_size, shard.group_name)
 
 
 def refuse_columns(outputs, shard: VocabShard):
@@ -135,11 +155,12 @@ def denominator_of(head_loss, number, device):
     """Return num_items_in_batch as a number or a scalar tensor; transformers' DataParallel gives
     several equal ones. Raises ValueError where it is a count of something else than the loss
     divides by."""
-    if number is not None and head_loss.reduction.startswith("seq-"):
-        raise ValueError(
-            f"num_items_in_batch counts tokens, and reduction={head_loss.reduction!r} divides by "
-            "sequences: set trainer.model_accepts_loss_kwargs = False, so that a Trainer passes "
-            "none and averages its micro-batches"
+    if number is not None:
+        expect_mean_over_tokens(
+            head_loss,
+            "num_items_in_batch",
+            "set trainer.model_accepts_loss_kwargs = False, so that a Trainer passes none and "
+            "averages its micro-batches",
         )
     if not isinstance(number, torch.Tensor):
         return number

@@ -14,6 +14,7 @@ from ...ranks.shard import VocabShard
 from ...search.topk import topk_log_probs
 from ...statistics import VocabStatistics
 from ..megatron.head import layer_shard, linear_options, logits_transform, refuse_options
+from ..token_counts import agreed_count
 from .functions import IGNORED_LABEL
 
 
@@ -93,7 +94,9 @@ class HiddenHead:
         if valid_only:
             if self.sequence_parallel:  # whose backward sums and scatters dH
                 hidden, linear = self._gathered(hidden), replace(linear, hidden_grad="none")
-            linear = replace(linear, max_valid_tokens=int((labels != IGNORED_LABEL).sum()))
+            linear = replace(
+                linear, max_valid_tokens=agreed_count(labels, IGNORED_LABEL, self.shard)
+            )
         stats = linear_vocab_statistics(
             hidden,
             self.weight,

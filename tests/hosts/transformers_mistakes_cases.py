@@ -1,0 +1,334 @@
+"""What users of transformers and TRL get wrong on two ranks: each mistake is an error on every rank
+whose words say what to write, or means what its user expected."""
+
+import inspect
+import itertools
+import os
+import tempfile
+from functools import partial
+
+import accelerate
+import torch
+import torch.distributed as dist
+from cases import main, number_of_ranks, refused
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers_cases import CONFIGS, OWN_PLAN, batch, config_of, models, set_loss_function
+
+from tp_headloss import CrossEntropy, HeadLoss, Linear, Term, Transform, VocabShard, ZLoss
+from tp_headloss.integrations.transformers import causal_lm_loss, colwise_plan, fuse_head
+from tp_headloss.integrations.transformers.model_parts import HEAD_ARGUMENTS
+from tp_headloss.integrations.trl import READ, fuse_log_probs
+
+accelerate.Accelerator.multi_device = property(lambda self: self.use_distributed)
+
+
+def begin(group):
+    os.environ |= {"LOCAL_WORLD_SIZE": str(number_of_ranks()), "MASTER_ADDR": "localhost"}
+
+
+INSTALL = {
+    "fuse_head": fuse_head,
+    "causal_lm_loss": set_loss_function,
+    "fuse_log_probs": fuse_log_probs,
+}
+
+
+def given_to(name, **changes):
+    """The arguments of a call of a model with this installation."""
+    more = {"fused_lm_head": True} if name == "fuse_log_probs" else {}
+    return {**batch(), **more, **changes}
+
+
+def fused_model(name, kind="plain", plan="colwise"):
+    _, model = models(kind, config_of(**CONFIGS[kind]), plan=plan)
+    INSTALL[name](model)
+    return model
+
+
+# ---- evaluation
+
+
+def evaluated(group):
+    """Logits of an evaluation are those of the whole model, whatever the plan and the
+    installation."""
+    for name, kind, plan in itertools.product(
+        ("fuse_head", "causal_lm_loss"), CONFIGS, ("colwise", None)
+    ):
+        if plan is None and (name == "causal_lm_loss" or kind not in OWN_PLAN):
+            continue
+        host, model = models(kind, config_of(**CONFIGS[kind]), plan=plan)
+        INSTALL[name](model)
+        inputs = batch(model.config.vocab_size)
+        for m in (host.eval(), model.eval()):
+            m.requires_grad_(False)
+        with torch.no_grad():
+            for call in (inputs, {**inputs, "return_dict": False}):
+                ours, theirs = model(**call), host(**call)
+                torch.testing.assert_close(ours[0], theirs[0])
+                torch.testing.assert_close(ours[1], theirs[1], rtol=1e-4, atol=1e-4)
+            counted = {**inputs, "num_items_in_batch": torch.tensor(7)}
+            torch.testing.assert_close(model(**counted).loss, host(**counted).loss)
+            no_labels = {"input_ids": inputs["input_ids"], "num_items_in_batch": 7}
+            refused(
+                lambda model=model, call=no_labels: model(**call),
+                "in training, or with num_items_in_batch, must have labels",
+            )
+        columns = model.train()(**inputs).logits
+        shard = VocabShard.from_group(group, model.config.vocab_size)
+        assert columns is None or columns.shape[-1] == shard.width
+    _, model = models("plain", config_of())
+    with fuse_head(model, skip_logits=False):
+        with torch.no_grad():
+            assert model.eval()(**batch()).logits.shape[-1] == 512
+        # where a gradient may be wanted of them
+        refused(lambda: model.train()(**batch()), "must return all 512 columns of the logits")
+    return {}
+
+
+def accuracy(prediction):
+    """A user's compute_metrics."""
+    logits, labels = prediction.predictions, prediction.label_ids
+    hits = (logits.argmax(-1)[:, :-1] == labels[:, 1:]) & (labels[:, 1:] != -100)
+    return {"accuracy": hits.sum() / (labels[:, 1:] != -100).sum(), "columns": logits.shape[-1]}
+
+
+def metrics(group):
+    """A Trainer's compute_metrics gives what it gives with transformers' own loss."""
+    ids = batch()["input_ids"]
+    host, own = models("plain", config_of(), plan=None)
+    with torch.no_grad():  # labels that the model finds likeliest, every other one
+        best = host(input_ids=ids).logits.argmax(-1).roll(1, -1)
+    labels = torch.where(torch.arange(16) % 2 == 0, best, ids)
+    rows = [{"input_ids": x, "labels": y} for x, y in zip(ids, labels)]
+
+    def evaluate(model):
+        with tempfile.TemporaryDirectory() as folder:
+            options = {"report_to": "none", "save_strategy": "no", "use_cpu": True}
+            arguments = TrainingArguments(folder, per_device_eval_batch_size=2, **options)
+            trainer = Trainer(model, arguments, eval_dataset=rows, compute_metrics=accuracy)
+            found = trainer.evaluate()
+        return {name: found[f"eval_{name}"] for name in ("loss", "accuracy", "columns")}
+
+    expected = evaluate(own)
+    assert 0.2 < expected["accuracy"] < 0.8 and expected["columns"] == 512, expected
+    for name, plan in (
+        ("causal_lm_loss", "colwise"),
+        ("fuse_head", "colwise"),
+        ("fuse_head", None),
+    ):
+        found = evaluate(fused_model(name, plan=plan))
+        assert abs(found.pop("loss") - expected["loss"]) < 1e-4, (name, found, expected)
+        assert found == {k: x for k, x in expected.items() if k != "loss"}, (name, found, expected)
+    return {}
+
+
+# ---- ranks that differ
+
+
+def labels_differ(group):
+    """Ranks with other labels, ids or masks: an error on all of them, and the next call is right."""
+    model = fused_model("fuse_log_probs")
+    inputs, rank = given_to("fuse_log_probs"), dist.get_rank()
+    expected = model(**inputs).log_probs.detach()
+    for seed in range(12):
+        g = torch.Generator().manual_seed(seed)
+        labels = inputs["labels"].clone()
+        flat = labels.view(-1)
+        n = int(torch.randint(1, 4, (), generator=g))
+        places = torch.randperm(15, generator=g) + 17  # of the second row's labels
+        ignored, moved = places[:n], places[n : 2 * n]
+        if seed % 3 == 0:  # another number
+            flat[ignored] = -100
+        elif seed % 3 == 1:  # as many, of other tokens
+            for r in range(2):
+                if rank == r:
+                    flat[(ignored, moved)[r]] = -100
+        else:  # two labels changed places
+            a, b = places[:2]
+            flat[a], flat[b] = 3, 5
+            if rank:
+                flat[a], flat[b] = 5, 3
+        if seed % 3 == 0 and rank:
+            labels = inputs["labels"]
+        refused(
+            lambda labels=labels: model(**{**inputs, "labels": labels}),
+            "ranks that share a vocabulary must have the same tokens and labels, got",
+        )
+    shifted = torch.full_like(inputs["labels"], -100)
+    shifted[:, rank] = 4
+    refused(
+        lambda: model(**inputs, shift_labels=shifted),
+        "other labels, 2 labels of 32 tokens on rank 1",
+    )
+    torch.testing.assert_close(model(**inputs).log_probs, expected)
+    return {}
+
+
+DIFFERENT = {  # argument of an installation -> its values on both ranks
+    "fuse_log_probs": {
+        "temperature": (1.0, 0.5),
+        "cast_lm_head_to_fp32": (False, True),
+        "outputs": (("log_probs",), ("log_probs", "entropy")),
+        "linear": (None, Linear(budget=1 << 20)),
+    },
+    "fuse_head": {
+        "skip_logits": (None, True),
+        "linear": (None, Linear("recompute")),
+        "head_loss": (HeadLoss(), HeadLoss([CrossEntropy(), ZLoss(1e-4)])),
+        "head_loss's metrics": (HeadLoss(), HeadLoss(metrics="accuracy")),
+        "head_loss's ignore_index": (HeadLoss(), HeadLoss(ignore_index=3)),
+        "transform": (Transform(), Transform(softcap=3.0)),
+    },
+}
+
+
+def settings_differ(group):
+    """Each argument of an installation that only one rank gives: an error on both ranks, which
+    names it, and the model stays as it was."""
+    for name, arguments in DIFFERENT.items():
+        taken = {*inspect.signature(INSTALL[name]).parameters} - {"model", "shard", "observe"}
+        # at fuse_log_probs the transform is compared by the same line
+        assert taken <= {argument.split("'")[0] for argument in arguments} | {"transform"}, taken
+        _, model = models("plain", config_of(), plan=None)
+        for argument, values in arguments.items():
+            key, value = argument.split("'")[0], values[dist.get_rank()]
+            refused(
+                lambda key=key, value=value, model=model, name=name: INSTALL[name](
+                    model, **{key: value}
+                ),
+                "ranks must agree on ",
+            )
+            assert "forward" not in vars(model), argument
+    return {}
+
+
+# ---- words
+
+
+def misspelt(word):
+    """A word with each pair of letters swapped, each letter left out, and one too many."""
+    n = range(len(word) - 1)
+    found = {word[:i] + word[i + 1] + word[i] + word[i + 2 :] for i in n}
+    found |= {word[:i] + word[i + 1 :] for i in range(len(word))} | {f"{word}s", f"{word}_"}
+    return sorted(found - {word})
+
+
+def words(group):
+    """A word of ours that no part of the call reads, and a misspelt one, is an error that says what
+    to write."""
+    for name in INSTALL:
+        model, read = fused_model(name), READ if name == "fuse_log_probs" else HEAD_ARGUMENTS
+        ours = ("denominator", "inputs", "token_weight")
+        install = causal_lm_loss if name == "causal_lm_loss" else INSTALL[name]
+        ours += tuple({*inspect.signature(install).parameters} - {"model"})
+        ours += ("reduction", "metrics", "terms") if name != "fuse_log_probs" else ("head_inputs",)
+        for word in ours:
+            for more in ({}, {"num_items_in_batch": 7}):
+                refused(
+                    partial(model, **given_to(name, **more), **{word: 1}),
+                    f"got the keyword {word!r}, which nothing reads: write ",
+                    TypeError,
+                )
+        # one of each three, and of words that the call has not
+        for word in {*read} - {*given_to(name)}:
+            for wrong in misspelt(word)[::3]:
+                refused(
+                    partial(model, **given_to(name), **{wrong: 1}),
+                    f"got the keyword {wrong!r}, which nothing reads: write {word}=",
+                    TypeError,
+                )
+        for wrong in misspelt("labels"):
+            call = given_to(name)
+            call[wrong] = call.pop("labels")
+            for mode in (True, False):
+                model.train(mode)
+                refused(
+                    partial(model, **call),
+                    f"got the keyword {wrong!r}, which nothing reads: write labels=",
+                    TypeError,
+                )
+        model.train()
+        # words of the model and of nobody else stay theirs
+        for known in ({"use_cache": False}, {"output_attentions": True}, {"of_nobody": 1}):
+            assert model(**given_to(name), **known).loss.isfinite()
+        assert model(**given_to(name), denominator=None).loss.isfinite()
+    return {}
+
+
+# ---- what a loss is divided by, and shards
+
+
+def weighted(group):
+    """Class weights, and a count of tokens as the denominator."""
+    weight = torch.rand(512, generator=torch.Generator().manual_seed(2)) + 0.5
+    own = Term(
+        "own", lambda stats: stats.lse, want=(), token_weight=lambda stats: stats.lse.detach()
+    )
+    losses = (
+        HeadLoss([CrossEntropy(class_weight=weight)]),
+        HeadLoss([ZLoss(1e-4), CrossEntropy(class_weight=weight)]),
+        HeadLoss([own]),
+    )
+    inputs = batch()
+    for head_loss, name in itertools.product(losses, ("fuse_head", "causal_lm_loss")):
+        host, model = models("plain", config_of())
+        if name == "fuse_head":
+            fuse_head(model, head_loss)
+        else:
+            model.loss_function = causal_lm_loss(model, head_loss)
+        for number, mode in itertools.product((7, torch.tensor(7)), (True, False)):
+            refused(
+                partial(model.train(mode), **inputs, num_items_in_batch=number),
+                "num_items_in_batch counts tokens, and",
+            )
+        found = model.train()(**inputs).loss
+        if head_loss is losses[0]:
+            logits = host(input_ids=inputs["input_ids"]).logits[:, :-1].flatten(0, 1)
+            labels = inputs["labels"][:, 1:].flatten()
+            torch.testing.assert_close(
+                found, torch.nn.functional.cross_entropy(logits, labels, weight)
+            )
+    return {}
+
+
+def other_vocabularies(group):
+    """A shard of other ids than the output layer's, whose width may even fit."""
+    _, model = models("plain", config_of())
+    alone = AutoModelForCausalLM.from_config(config_of())
+    for ids, install in itertools.product((500, 511), (fuse_head, fuse_log_probs)):
+        for m, of in ((model, group), (alone, None)):
+            shard = VocabShard.from_group(of, ids, padded_size=512)
+            refused(
+                lambda m=m, s=shard, f=install: f(m, shard=s), "shard= must have vocab_size=512"
+            )
+            assert "forward" not in vars(m)
+    for m, of in ((model, group), (alone, None)):
+        with fuse_head(m, shard=VocabShard.from_group(of, 512)):
+            assert m(**batch()).loss.isfinite()
+    return {}
+
+
+def plan_alone(group):
+    """A `colwise_plan` without a loss: torch's error that the docstring quotes, and no other."""
+    _, model = models("plain", config_of())
+    says = "Expected input batch_size (16) to match target batch_size (32)"
+    refused(lambda: model(**batch()), says)
+    assert says.replace("16", "..").replace("32", "..") in " ".join(colwise_plan.__doc__.split())
+    set_loss_function(model)
+    assert model(**batch()).loss.isfinite()
+    return {}
+
+
+CASES = {
+    "evaluated": evaluated,
+    "metrics": metrics,
+    "labels differ": labels_differ,
+    "settings differ": settings_differ,
+    "words": words,
+    "weighted": weighted,
+    "other vocabularies": other_vocabularies,
+    "plan alone": plan_alone,
+}
+
+if __name__ == "__main__":
+    main(CASES, begin)
