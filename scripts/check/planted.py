@@ -864,7 +864,6 @@ GROUPS = {
         ("head_loss/checks.py", "with_label_weight", "weight * token_weight", "weight"),
         ("head_loss/remembered.py", "_call_again", "with_label_weight(definition, labels, None)", "None"),
         ("head_loss/reduction.py", "_denominator", "call.definition.plan.label_weight is None", "True"),
-        ("head_loss/output.py", "make_output", "has_sequences or by_label", "has_sequences"),
         ("head_loss/output.py", "make_output", "valid_weight(stats.valid, call.token_weight)", "total"),
         ("engine/ways/prepared.py", "Prepared.obstacle", "reduction.weight is not None", "False"),
         ("head_loss/linear_ways.py", "_obstacle_of_terms", "own and (not by_label) and (call.denominator is None) and (reduction == 'mean')", "own and call.denominator is None and reduction == 'mean'"),

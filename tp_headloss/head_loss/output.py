@@ -255,7 +255,7 @@ def make_output(
     *sums, total = sums.unbind(0) if isinstance(sums, torch.Tensor) else sums
     terms = dict(zip(definition.plan.names, sums))
     by_label = definition.plan.label_weight is not None
-    named = () if has_sequences or by_label else definition.metrics
+    named = () if has_sequences else definition.metrics
     metrics = dict(zip(named, sums[len(terms) :]))
     own_counts = [total] if by_label else sums[len(terms) + len(named) :]
     by_sequence = call.count is not None  # whose weights are the reduction's alone
