@@ -23,10 +23,10 @@ fi
 bash scripts/hosts.sh  # mostly waits for downloads
 [ -z "$collected" ] || wait "$collected" || true  # what cannot be collected fails below
 
-# A worker has its own ranks and fixtures, so that whole files go to one of them; four for two cores, because
-# ranks wait for each other and for timeouts.
+# A worker has its own ranks and fixtures, so that whole files go to one of them; three for two cores, because
+# ranks wait for each other and for timeouts. A fourth would import and collect all tests once more, for 15 seconds.
 # On GPUs one test after the other: they share the devices' memory and NCCL.
-workers=4
+workers=3
 if $python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then workers=0; fi
 failed=
 $python -m pytest -n $workers --dist loadfile --no-loadscope-reorder tests "$@" || failed=" pytest"

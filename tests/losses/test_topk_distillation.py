@@ -138,6 +138,7 @@ def test_values_and_gradients_equal_float64(kind, largest, divergence, support, 
         check(results, loss, grad, world_size, 2 if divergence == "jsd" else 1)
 
 
+@pytest.mark.each_argument
 @pytest.mark.parametrize(
     ("divergence", "support", "k"),
     [
@@ -192,6 +193,8 @@ def test_a_given_tail_is_used_and_an_inferred_one_follows_from_the_entries(backe
         assert not torch.allclose(loss, expected("one", divergence, "tail")[0])
 
 
+# which has two exchanges, and with them all that merges
+@pytest.mark.interpreted_only(divergence=("jsd",))
 @pytest.mark.parametrize(("divergence", "support"), SOME)
 def test_bits_are_the_same_at_every_group_size(divergence, support, backend):
     (loss, grad, _), *_ = on_ranks(1, run, "one", divergence, support, backend)

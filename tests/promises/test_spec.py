@@ -126,18 +126,27 @@ def sets_sizes(function, name, what) -> bool:
     return False
 
 
-CASES = [
-    pytest.param(f, name, value, id=f"{key}-{name}-{what.replace(' ', '_')}")
-    for key, f in CHECKED.items()
-    for name, line in f.lines.items()
-    for what, value in wrong(line).items()
-    if what not in OF_OTHERS or sets_sizes(f, name, what)
-]
+# One test per function goes through all that is wrong: thousands of tests would take longer than
+# what they try.
+OF_EACH_FUNCTION = pytest.mark.parametrize("key", CHECKED)
 
 
-@pytest.mark.parametrize("name", CHECKED)
-def test_what_the_lines_take_is_taken(name):
-    CHECKED[name](**arguments_of(CHECKED[name]))
+def ruled_out(function):
+    """Yields the name of an argument, what is wrong, and such a value, for all lines of a
+    function."""
+    for name, line in function.lines.items():
+        for what, value in wrong(line).items():
+            if what not in OF_OTHERS or sets_sizes(function, name, what):
+                yield name, what, value
+
+
+def test_many_values_are_ruled_out():
+    assert sum(len([*ruled_out(function)]) for function in CHECKED.values()) > 4000
+
+
+@OF_EACH_FUNCTION
+def test_what_the_lines_take_is_taken(key):
+    CHECKED[key](**arguments_of(CHECKED[key]))
 
 
 def number_line(line):
@@ -152,27 +161,24 @@ def number_line(line):
     )
 
 
-NUMBERS = [
-    pytest.param(f, name, number_line(line), id=f"{key}-{name}")
-    for key, f in CHECKED.items()
-    for name, line in f.lines.items()
-    if number_line(line)
-]
-
-
-@pytest.mark.parametrize(("function", "name", "line"), NUMBERS)
-def test_numbers_of_numpy_are_numbers(function, name, line):
+@OF_EACH_FUNCTION
+def test_numbers_of_numpy_are_numbers(key):
     """Any value that a line takes, 0 and others, of any type of NumPy's, is taken as Python's
     is."""
+    function = CHECKED[key]
     given = arguments_of(function)
-    usual = given.get(name)
-    usual = usual if isinstance(usual, (int, float)) else right(name, line)
-    for number in {float(np.float32(usual)) if isinstance(usual, float) else usual, 0, 1, 0.25}:
-        kinds = (np.int64,) if isinstance(line, hl.spec.IntLine) else (np.float64, np.float32)
-        outcomes = {
-            outcome_of(function, given | {name: kind(number)}) for kind in (type(usual), *kinds)
-        }
-        assert len(outcomes) == 1, number
+    lines = {name: number_line(line) for name, line in function.lines.items()}
+    for name, line in lines.items():
+        if line is None:
+            continue
+        usual = given.get(name)
+        usual = usual if isinstance(usual, (int, float)) else right(name, line)
+        for number in {float(np.float32(usual)) if isinstance(usual, float) else usual, 0, 1, 0.25}:
+            kinds = (np.int64,) if isinstance(line, hl.spec.IntLine) else (np.float64, np.float32)
+            outcomes = {
+                outcome_of(function, given | {name: kind(number)}) for kind in (type(usual), *kinds)
+            }
+            assert len(outcomes) == 1, (name, number)
 
 
 def outcome_of(function, given) -> str:
@@ -185,18 +191,29 @@ def outcome_of(function, given) -> str:
     return "taken"
 
 
-@pytest.mark.parametrize(("function", "name", "value"), CASES)
-def test_what_a_line_rules_out_is_refused_by_name(function, name, value):
+@OF_EACH_FUNCTION
+def test_what_a_line_rules_out_is_refused_by_name(key):
+    function = CHECKED[key]
     given = arguments_of(function)
     first = next(iter(given), "")
-    # logits or hidden states, as the other arguments say
-    said = ["hidden states"] * (name in ("logits", "hidden"))
-    # the first sets sizes, so another may be the one that differs
-    others = [name, *said] if name != first else [*given, *said]
-    with pytest.raises(
-        (TypeError, ValueError), match="|".join(rf"\b{re.escape(n)}\b" for n in others)
-    ):
-        function(**given | {name: value})
+    for name, what, value in ruled_out(function):
+        # logits or hidden states, as the other arguments say
+        said = ["hidden states"] * (name in ("logits", "hidden"))
+        # the first sets sizes, so another may be the one that differs
+        names = [name, *said] if name != first else [*given, *said]
+        error = error_of(function, given | {name: value})
+        assert error is not None, f"{name} is {what}, and nothing is refused"
+        words = "|".join(rf"\b{re.escape(n)}\b" for n in names)
+        assert re.search(words, error), f"{name} is {what}: {error}"
+
+
+def error_of(function, given) -> str | None:
+    """The words of the error of a call, or None."""
+    try:
+        function(**given)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return None
 
 
 def parameters_of(function) -> dict:
@@ -206,12 +223,6 @@ def parameters_of(function) -> dict:
     return {name: x for name, x in own.items() if x.kind != x.VAR_KEYWORD}
 
 
-REQUIRED = [
-    pytest.param(f, name, id=f"{key}-{name}")
-    for key, f in CHECKED.items()
-    for name, parameter in parameters_of(f).items()
-    if parameter.default is parameter.empty
-]
 PLACES = {
     key: [name for name, x in parameters_of(f).items() if x.kind == x.POSITIONAL_OR_KEYWORD]
     for key, f in CHECKED.items()
@@ -219,12 +230,16 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize(("function", "name"), REQUIRED)
-def test_a_missing_argument_is_named_with_what_it_must_be(function, name):
-    given = {key: value for key, value in arguments_of(function).items() if key != name}
-    words = f"must have {name} ({function.lines[name].says}), got {', '.join(given)}"
-    with pytest.raises(TypeError, match=re.escape(words)):
-        function(**given)
+@OF_EACH_FUNCTION
+def test_a_missing_argument_is_named_with_what_it_must_be(key):
+    function = CHECKED[key]
+    for name, parameter in parameters_of(function).items():
+        if parameter.default is not parameter.empty:
+            continue
+        given = {key: value for key, value in arguments_of(function).items() if key != name}
+        words = f"must have {name} ({function.lines[name].says}), got {', '.join(given)}"
+        with pytest.raises(TypeError, match=re.escape(words)):
+            function(**given)
 
 
 @pytest.mark.parametrize("key", PLACES)
