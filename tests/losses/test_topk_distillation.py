@@ -142,7 +142,6 @@ def test_values_and_gradients_equal_float64(kind, largest, divergence, support, 
 @pytest.mark.parametrize(
     ("divergence", "support", "k"),
     [
-        # 190: a chunk has entries in two blocks of them
         *(("forward_kl", "vocabulary", k) for k in (1, 3, 190, V)),
         *(case for k in (1, 3, V) for case in (("reverse_kl", "topk", k), ("jsd", "tail", k))),
     ],
@@ -167,11 +166,35 @@ def test_entries_in_several_tiles_of_a_chunk(divergence, support, options, devic
     x[torch.arange(4)[:, None], ids[:, :6]] += 6  # where a missed one is seen
     log_probs = torch.randn(4, 60, generator=generator).log_softmax(-1) - 0.2
     labels = torch.tensor([3, 300, 4000, 514])
+    expect_those_of_float64(x, labels, ids, log_probs, divergence, support, options, device)
+
+
+@pytest.mark.parametrize(
+    ("divergence", "support"),
+    [("forward_kl", "vocabulary"), ("forward_kl", "tail"), ("jsd", "topk")],
+)
+def test_entries_that_all_lie_in_one_chunk(divergence, support, options, device):
+    """More than are summed at once, and their maximum grows from block to block."""
+    v, k, generator = 4200, 100, torch.Generator().manual_seed(9)
+    x = torch.randn(3, v, generator=generator)
+    x[:, :k] += torch.arange(k) / 10
+    ids = torch.arange(k).repeat(3, 1)
+    log_probs = torch.randn(3, k, generator=generator).log_softmax(-1) - 0.2
+    labels = torch.tensor([3, 300, 4000])
+    expect_those_of_float64(x, labels, ids, log_probs, divergence, support, options, device)
+
+
+def expect_those_of_float64(x, labels, ids, log_probs, divergence, support, options, device):
+    """Losses of a student at temperature 1.5, and their gradients."""
     settings = dict(of_teacher=1.0, of_student=1.5, renormalize=False)
     z, mask = x.double().requires_grad_(), torch.ones_like(ids, dtype=torch.bool)
     loss = definition(z, ids, log_probs, mask, divergence, support, **settings)
     teacher = hl.TopKTeacher(
-        ids.to(device), log_probs.to(device), student_temperature=1.5, renormalize=False
+        ids.to(device),
+        log_probs.to(device),
+        student_temperature=1.5,
+        renormalize=False,
+        beta=BETA,
     )
     head = hl.HeadLoss(
         [hl.TopKDistillation(1.0, divergence, support)], reduction="none", options=options
