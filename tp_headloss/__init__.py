@@ -17,8 +17,10 @@ from .engine.registration import register_statistic
 from .head_loss import *  # noqa: F403 (its __all__)
 from .linear_head import Linear, linear_vocab_statistics
 from .modules.clipping import clip_grad_norm_
-from .modules.layers import Init, VocabParallelEmbedding, VocabParallelHead, multi_token_targets
-from .modules.vocab_rows import select_rows
+from .modules.embedding import VocabParallelEmbedding
+from .modules.layers import VocabParallelHead, multi_token_targets
+from .modules.selected_rows import select_rows
+from .modules.vocab_rows import Init
 from .ranks.comm import combine_metrics, reduce_metrics
 from .ranks.shard import VocabShard
 from .search.sampling import Sample, kept_ids, sample

@@ -96,6 +96,13 @@ class Call:
         ids = torch.arange(V // 2, device=self.weight.device)
         return hl.select_rows(self.weight, ids, shard=self.shard)
 
+    def embed(self):
+        """Rows of ids, which are the labels."""
+        embedding = hl.VocabParallelEmbedding(
+            H, self.shard, options=self.options, device=self.labels.device, **self.keywords
+        )
+        return embedding(self.labels)
+
     def rewrite(self, **fields):
         self.__dict__.update(fields)
 
@@ -295,6 +302,12 @@ CASES = {
         "kept", None, lambda c: c.rewrite(transform=hl.Transform(temperature=2.0)), "ValueError", "temperature"),
     "kept ids and a draw": ("kept", None, lambda c: c.rewrite(kept=c.draw), "ValueError", "call"),
     "sets of other ids": ("statistics", with_sets(1, 2), with_sets(1, 3), "ValueError", "sets.ids"),
+    "ids of other values": ("embed", None, relabelled, "ValueError", "ids: rank 0"),
+    "ids of another dtype": ("embed", None, lambda c: c.rewrite(labels=c.labels.float()), "TypeError", "int64"),
+    "an id too few": ("embed", None, lambda c: c.rewrite(labels=c.labels[1:]), "ValueError", "ids: rank 0"),
+    "rows of a part of the sequence": (
+        "embed", lambda c: c.rewrite(labels=c.labels[:4]), lambda c: c.keywords.update(sequence_parallel=True),
+        "ValueError", "sequence_parallel"),
     "another call": ("topk", None, lambda c: c.rewrite(topk=c.statistics), "ValueError", "call"),
 }  # fmt: skip
 
@@ -487,3 +500,52 @@ def alike_run(group, device):
 def test_functions_that_are_alike_on_all_ranks_agree():
     first, second = on_ranks(2, alike_run)
     assert first == second
+
+
+# what the last rank has of its own -> what happens without full validation to the loss of a linear
+# head, as docs/limits.md says: NaN for a token, nothing, or a number of its own
+UNNOTICED = {
+    "an ignore_index that a label is": ({"ignore_index": 5}, "NaN"),
+    "an ignore_index that no label is": ({"ignore_index": -7}, "nothing"),
+    "a vocab_size that a label shows": ({"vocab_size": V - 1}, "NaN"),
+    "a vocab_size that no label shows": ({"vocab_size": V - 2, "last": 7}, "equal numbers"),
+    "hidden states of other values": ({"hidden": 1.0}, "equal numbers"),
+    "a softcap": ({"softcap": 3.0}, "equal numbers"),
+    "a weight of a term": ({"weight": 2.0}, "its own number"),
+}
+
+
+def unnoticed(group, device, own, options, mode):
+    own = {"last": own.get("last", V - 1)} | (own if group.rank() == group.size() - 1 else {})
+    shard = hl.VocabShard.from_group(group, own.get("vocab_size", V), padded_size=V)
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(V, H, generator=generator)[shard.start : shard.stop].to(device)
+    hidden = (torch.randn(N, H, generator=generator) + own.get("hidden", 0.0)).to(device)
+    labels = torch.tensor([5, 6, 7, 8, 9, own["last"]], device=device)
+    head_loss = hl.HeadLoss(
+        hl.CrossEntropy(own.get("weight", 1.0)),
+        ignore_index=own.get("ignore_index", -100),
+        options=options,
+    )
+    call = {"shard": shard, "transform": hl.Transform(softcap=own.get("softcap"))}
+    call["linear"] = hl.Linear(mode)
+    out = head_loss.linear(hidden, weight, labels, **call)
+    return float(out.loss), int(out.stats.log_prob.isnan().sum())
+
+
+@pytest.mark.parametrize("mode", ["one_sweep", "recompute"])
+@pytest.mark.parametrize("name", UNNOTICED)
+def test_what_differs_by_rank_is_noticed_where_the_page_says_so(name, mode):
+    own, happens = UNNOTICED[name]
+    expected = on_ranks(2, unnoticed, {"last": own.get("last", V - 1)}, None, mode)[0]
+    (first, nan), (last, other_nan) = on_ranks(2, unnoticed, own, None, mode)
+    assert nan == other_nan == (happens == "NaN")
+    if happens != "NaN":
+        assert (first == last) == (happens != "its own number")
+        assert ((first, nan) == expected) == (happens in ("nothing", "its own number"))
+    checked = on_ranks(2, unnoticed, own, hl.Options(check=True), mode, failures=True)
+    assert {isinstance(x, Failure) for x in checked} == {happens == "NaN"}
+    validate = "checksums" if "hidden" in own else "full"
+    options = hl.Options(validate=validate)
+    full = on_ranks(2, unnoticed, own, options, mode, failures=True)
+    assert {x.kind for x in full} == {"ValueError"} and len({x.message for x in full}) == 1

@@ -206,6 +206,18 @@ def test_one_rank_is_torch():
     assert clip_grad_norm_([], 1.0) == 0 and clip_grad_norm_(parameters[0], 1e9) > 0
 
 
+def test_an_iterator_that_is_used_up_is_an_error():
+    layer = torch.nn.Linear(2, 2)
+    for made in (layer.parameters, lambda: iter([layer.weight]), lambda: (p for p in [layer.bias])):
+        parameters = made()
+        optimizer = torch.optim.SGD(parameters)
+        assert optimizer.param_groups[0]["params"]
+        with pytest.raises(
+            ValueError, match=r"yields none: one that was read.*parameters\(\) anew"
+        ):
+            clip_grad_norm_(parameters, 1.0)
+
+
 def test_what_is_not_finite_is_an_error_if_that_is_asked_for():
     p = torch.nn.Parameter(torch.zeros(2))
     p.grad = torch.tensor([1.0, torch.inf])

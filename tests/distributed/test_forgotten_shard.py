@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import DTensor, Shard
 
+import tp_headloss as hl
 from tp_headloss import HeadLoss, Options, VocabShard, vocab_statistics
 from tp_headloss.call import agreement
 
@@ -173,3 +174,28 @@ def spoiled(group, device):
 def test_an_error_of_one_rank_does_not_keep_the_others_waiting():
     first, second = on_ranks(2, spoiled, failures=True)
     assert "shard=" in first.message and "unused ['unknown']" in second.message
+
+
+def rows_of_a_module(group, device):
+    """Calls of a module's weight without its shard."""
+    shard = hl.VocabShard.from_group(group, 64)
+    modules = hl.VocabParallelHead(8, shard, device=device), hl.VocabParallelEmbedding(8, shard)
+    hidden, labels = torch.ones(3, 8, device=device), torch.arange(3, device=device)
+    for weight in (module.to(device).weight for module in modules):
+        for call in (
+            lambda w: hl.HeadLoss().linear(hidden, w, labels),
+            lambda w: hl.linear_vocab_statistics(hidden, w),
+            lambda w: hl.topk_log_probs(hidden, 2, weight=w),
+            lambda w: hl.sample(hidden, weight=w, seed=1, positions=labels),
+            lambda w: hl.select_rows(w, labels),
+        ):
+            with pytest.raises(
+                ValueError, match=r"one rank's rows of .*, got no shard: pass shard="
+            ):
+                call(weight)
+            call(weight.detach())  # says nothing
+    return True
+
+
+def test_the_rows_of_a_module_say_that_they_are_a_shard():
+    assert on_ranks(2, rows_of_a_module) == [True] * 2

@@ -2,6 +2,7 @@
 parallelism, depths."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -434,15 +435,71 @@ def test_a_cut_that_no_dtensor_has_refuses_to_describe_itself():
         assert failure.kind == "ValueError" and "from_group" in failure.message
 
 
+OF_ITS_OWN = {  # what a module that is tied to a weight cannot have
+    r"init is of a weight that the module draws, got Init\(std=0.02": {"init": hl.Init()},
+    "cpu and torch.float32, got meta and": {"device": "meta"},
+    "cpu and torch.float32, got cpu and torch.bfloat16: leave": {"dtype": torch.bfloat16},
+}
+
+
+def test_the_bias_of_a_tied_head_is_where_its_weight_is(device):
+    for dtype in (torch.float32, torch.bfloat16):
+        weight = torch.nn.Parameter(torch.zeros(PADDED, H, device=device, dtype=dtype))
+        head = hl.VocabParallelHead(H, hl.VocabShard(0, PADDED, V), weight=weight, bias=True)
+        assert (head.bias.device, head.bias.dtype) == (weight.device, dtype)
+
+
+def sequence_of_one(group, device):
+    """Hidden states [H] of sequence parallelism, into losses, statistics and logits."""
+    head = head_of(group, device, linear=hl.Linear(hidden_grad="reduce_scatter"))
+    said = []
+
+    def labels(x):
+        return torch.ones(2 * x[:, :1].numel() if x.dim() > 1 else (), device=device).long()
+
+    for call in (
+        lambda x: head(x, labels(x)),
+        lambda x: head.statistics(x, labels(x)),
+        head,
+        head.logits,
+    ):
+        with pytest.raises(ValueError, match=r"needs hidden states \[S/P, .., H\], got \[16\]"):
+            call(torch.zeros(H, device=device))
+        with pytest.raises(TypeError, match=r"have one dtype, got torch\.bfloat16 and"):
+            call(torch.zeros(2, H, device=device, dtype=torch.bfloat16))
+        said.append(True)
+    return said
+
+
+def test_logits_refuse_the_hidden_states_that_losses_refuse():
+    assert on_ranks(2, sequence_of_one) == [[True] * 4] * 2
+
+
+@pytest.mark.parametrize("method", ["forward", "statistics"])
+def test_what_the_module_has_is_no_argument_of_its_calls(method):
+    head = hl.VocabParallelHead(H, hl.VocabShard(0, PADDED, V))
+    hidden, labels = tokens("cpu", 6)
+    for name in ("shard", "weight", "bias"):
+        with pytest.raises(TypeError, match=rf"'{name}': write VocabParallelHead\(.., {name}=..\)"):
+            getattr(head, method)(hidden, labels, **{name: None})
+    with pytest.raises(TypeError, match=r"by position, got 2 more: write .*ids=|denominator=.."):
+        getattr(head, method)(hidden, labels, (), None, 8)
+
+
 def test_bad_arguments_are_named():
     shard = hl.VocabShard(0, PADDED, V)
     short, biased = torch.nn.Parameter(torch.zeros(3, H)), hl.Transform(bias=torch.zeros(PADDED))
+    whole_weight = torch.nn.Parameter(torch.zeros(PADDED, H))
     for words, call in {
         r"\[2176, 16\], got \[3, 16\]": lambda: hl.VocabParallelHead(H, shard, weight=short),
         "the bias is the module's": lambda: hl.VocabParallelHead(H, shard, transform=biased),
         "without labels": lambda: hl.VocabParallelHead(H, shard)(
             torch.zeros(2, H), token_weight=torch.ones(2)
         ),
+        **{
+            said: partial(hl.VocabParallelHead, H, shard, weight=whole_weight, **given)
+            for said, given in OF_ITS_OWN.items()
+        },
     }.items():
         with pytest.raises(ValueError, match=words):
             call()

@@ -134,6 +134,13 @@ CORE = {
     of_terms: CALL | INPUTS | {"token_weight": torch.ones(B, S), "denominator": torch.tensor(2.0)},
     of_terms_from_hidden_states: LINEAR_CALL | INPUTS | {"token_weight": torch.ones(B, S), "bias": torch.zeros(8)},
 }  # fmt: skip
+HEAD, EMBEDDING = hl.VocabParallelHead(6, SHARD), hl.VocabParallelEmbedding(6, SHARD)
+CORE |= {
+    HEAD.forward: {"hidden": HIDDEN, "labels": IDS},
+    HEAD.statistics: {"hidden": HIDDEN, "labels": IDS, "want": ("entropy",)},
+    HEAD.logits: {"hidden": HIDDEN},
+    EMBEDDING.forward: {"ids": IDS},
+}
 CONSTRUCTORS = {
     hl.Term: {"name": "own", "function": len, "want": ("total",), "class_weight": torch.ones(8)},
     hl.VocabShard: {"start": 0, "stop": 8, "vocab_size": 8},

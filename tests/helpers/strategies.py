@@ -124,27 +124,29 @@ def shardings(draw, vocab_size, world_size):
 @st.composite
 def terms_of(draw, teacher, weighted):
     terms = []
-    weights = one_of([1.0, 0.3, -0.5])
+    weights, of_penalties = one_of([1.0, 0.3, -0.5]), one_of([1.0, 0.3])
     if draw(BOOLEANS) or not (teacher or weighted):
         smoothing = draw(one_of([0.0, 0.0, 0.1, 1.0]))
         formula = draw(one_of(["torch", "megatron"]))
         terms.append(("cross_entropy", draw(weights), (smoothing, formula, weighted)))
     for name in draw(subsets(["z_loss", "entropy"])):
-        terms.append((name, draw(weights), None))
+        terms.append((name, draw(weights if name == "entropy" else of_penalties), None))
     if draw(BOOLEANS):
         terms.append(("policy", draw(weights), draw(one_of(OBJECTIVES))))
     if draw(BOOLEANS):
-        terms.append(("kl", draw(one_of([1.0, 0.3])), draw(one_of(["k1", "k2", "k3"]))))
+        terms.append(("kl", draw(of_penalties), draw(one_of(["k1", "k2", "k3"]))))
     if teacher == "whole":
         terms.append(
             (
                 "distillation",
-                draw(weights),
+                draw(of_penalties),
                 (draw(one_of(DIVERGENCES)), draw(BOOLEANS)),
             )
         )
     if teacher == "topk":
-        terms.append(("topk", draw(weights), (*draw(one_of(TOPK_DIVERGENCES)), draw(BOOLEANS))))
+        terms.append(
+            ("topk", draw(of_penalties), (*draw(one_of(TOPK_DIVERGENCES)), draw(BOOLEANS)))
+        )
     return tuple(terms or [("z_loss", 1.0, None)])
 
 

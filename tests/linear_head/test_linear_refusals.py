@@ -68,7 +68,7 @@ BAD = {  # others are in tests/helpers/odd_inputs.py
     "upstream is of": lambda h, w, y: hl.linear_vocab_statistics(
         h, w, y, linear=hl.Linear(upstream=1.0)
     ),
-    r"got \[H\]": lambda h, w, y: hl.linear_vocab_statistics(
+    r"H\], got \[\d+\]: unsqueeze": lambda h, w, y: hl.linear_vocab_statistics(
         h[0], w, y[0], linear=hl.Linear(hidden_grad="reduce_scatter")
     ),
 }

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 import tp_headloss as hl
 from tp_headloss.engine import operators
 from tp_headloss.linear_head import autograd
-from tp_headloss.modules import vocab_rows
+from tp_headloss.modules import selected_rows
 from tp_headloss.statistics import FULL_TEACHER
 
 H_T, TRUE_V = 17, V - 3  # the teacher's hidden size; the last three ids are padding
@@ -254,7 +254,7 @@ def draft_run(group, device, boundaries, draft_boundaries, as_dtensor):
         mesh = DeviceMesh.from_group(group, device.type)
         rows = DTensor.from_local(rows, mesh, [Shard(0)], shape=(V, H_T), stride=(H_T, 1))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vocab_rows, "SENT_ROWS", 16)
+        patch.setattr(selected_rows, "SENT_ROWS", 16)
         selected = hl.select_rows(rows, DRAFT.to(device).int(), shard=shard, to=to)
     bias = hl.select_rows(teacher_bias[shard.start : shard.stop], DRAFT, shard=shard, to=to)
     to = to or hl.VocabShard.from_group(group, 50)

@@ -1,18 +1,21 @@
 """Losses as plain functions refuse shapes that mean something else, unknown names, and numbers out
 of range."""
 
+import functools
 import inspect
+import math
 
+import numpy as np
 import pytest
 import torch
 
+import tp_headloss
 from tp_headloss import (
     CISPO,
     DAPO,
     GRPO,
     Distillation,
     HeadLoss,
-    KLToReference,
     Linear,
     PolicyGradient,
     SamplingRule,
@@ -32,6 +35,7 @@ from tp_headloss import (
     vocab_statistics,
 )
 from tp_headloss.head_loss.policy_terms import OBJECTIVES
+from tp_headloss.spec import lines_within
 
 B, S = 2, 3
 TEACHER = TopKTeacher(torch.tensor([[2, 1]]), torch.tensor([[-0.4, -1.4]]), renormalize=False)
@@ -82,11 +86,37 @@ def test_a_tail_is_given_where_it_is_needed(function):
         function(STATS, "tail")
 
 
-def test_a_kl_that_rewards_distance_is_refused():
-    for weight in (-0.1, -1, float("nan")):
-        with pytest.raises(ValueError, match=r"weight must be at least 0 .*rewards distance"):
-            KLToReference(weight)
-    KLToReference(0.0), KLToReference(torch.tensor(-0.1))  # values of tensors are not looked at
+TERMS = {
+    name: function
+    for name, function in vars(tp_headloss).items()
+    if inspect.isfunction(function)
+    and "weight" in lines_within(function)
+    and function.__annotations__.get("return") == "Term"
+}
+# whose weight may have either sign: a loss of labels or rewards, and the entropy
+SIGNED = {"CrossEntropy", "Entropy", "PolicyGradient"}
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_a_weight_that_rewards_what_a_term_penalises_is_refused(name):
+    assert len(TERMS) > len(SIGNED) and set(TERMS) > SIGNED
+    make = (
+        functools.partial(TERMS[name], objective="clip")
+        if name == "PolicyGradient"
+        else TERMS[name]
+    )
+    for weight in (0.0, 0.5, torch.tensor(-0.1)):  # values of tensors are not looked at
+        assert make(weight=weight).weight is weight
+    for weight in (-0.1, -1, np.float32(-1e-9), -math.inf, math.nan):
+        if name in SIGNED and math.isfinite(weight):
+            assert make(weight=weight).weight is weight
+        elif name not in SIGNED:
+            with pytest.raises(
+                ValueError, match=r"weight must be at least 0 .*rewards what the te"
+            ):
+                make(weight=weight)
+    own = Term("own", TERMS[name](weight=1.0).function, -0.5) if name == "ZLoss" else None
+    assert own is None or own.weight == -0.5
 
 
 def test_log_probs_per_token_after_the_first_are_given_by_name():

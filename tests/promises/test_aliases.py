@@ -94,7 +94,7 @@ def test_a_keyword_is_refused_with_what_to_write(alias):
     for name in alias.of.split(", "):
         owner, _, method = name.partition(".")
         function = getattr(tp_headloss, owner, None) or getattr(losses, owner)
-        function = getattr(function(), method) if method else function
+        function = getattr(function, method) if method else function
         assert alias.name not in lines_within(function)
         with pytest.raises(TypeError, match=re.escape(f"{alias.name!r}: write {alias.ours}")):
             function(**{alias.name: 1.0})

@@ -73,7 +73,7 @@ class Linear:
             torch.nn.functional.linear, in every mode and on every device. True: statistics are made
             of unrounded fp32 sums of products, and mode "auto" takes recompute; a logit in a block,
             of "one_sweep", too, takes 6 bytes instead of 2.
-        gradients: None (default): products of dH and dW in the operands' dtype. "fp8"
+        gradients: None: products of dH and dW in the operands' dtype. "fp8"
             (experimental; one sweep alone): the few large entries of each token's
             gradient and its label's exactly, all others in fp8, whose products are twice as fast.
             dH and dW as a whole have about the errors of bfloat16 products; rows of dW without a
@@ -118,3 +118,12 @@ class Linear:
                 "max_valid_tokens picks from hidden states of all tokens, got "
                 "hidden_grad='reduce_scatter', where each rank has its own: gather them first"
             )
+
+
+def expect_sequence(hidden: torch.Tensor, hidden_grad: str):
+    """Raise ValueError for hidden states [H] of sequence parallelism, which has no token to gather."""
+    if hidden_grad == "reduce_scatter" and hidden.dim() < 2:
+        raise ValueError(
+            "hidden_grad='reduce_scatter' needs hidden states [S/P, .., H], got "
+            f"{list(hidden.shape)}: unsqueeze(0) is one token of each rank"
+        )

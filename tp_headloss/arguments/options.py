@@ -23,7 +23,7 @@ class Transform:
 
     Args:
         bias: of this rank's shard, differentiable.
-        softcap: None for none (Gemma 2, arXiv:2408.00118, section 2).
+        softcap: by default none (Gemma 2, arXiv:2408.00118, section 2).
         temperature: one, or one per token (the logits' leading shape); a token whose own is not
             positive is NaN.
 

@@ -83,7 +83,7 @@ class TopKTeacher(_Tempered):
     Args:
         ids: global, replicated, in any order.
         log_probs: fp32, bf16 or fp16 (float64 if the student's logits are).
-        mask: None for all entries.
+        mask: by default all entries.
         tail_log_prob: log-prob of everything else, for losses that know a tail, such as the
             ``tail_log_prob`` of `topk_log_probs`. None: of 1 - the entries' probability, which is
             rounding if they are nearly everything, and in half precision long before that: without

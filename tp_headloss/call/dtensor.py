@@ -91,6 +91,7 @@ def local_head(
         hidden_grad: as in `Linear`: how the gradient of the hidden states is reduced.
     """
     WEIGHT.check("weight", weight, {})
+    _expect_shard_of_module(weight, shard)
     refuse_transforms()
     weight = plain("weight", weight)
     bias = plain("bias", bias) if isinstance(bias, torch.Tensor) else bias
@@ -136,6 +137,17 @@ def _local_dtensors(hidden, weight, bias, shard, hidden_grad: str):
     return hidden, rows, bias, shard
 
 
+def _expect_shard_of_module(weight: torch.Tensor, shard: VocabShard | None):
+    """Raise ValueError for plain rows that a module has marked as sharded, without their shard."""
+    if shard is not None or is_dtensor(weight) or torch.compiler.is_compiling():
+        return
+    if getattr(weight, "sharded_over", ""):
+        raise ValueError(
+            f"the weight {list(weight.shape)} is one rank's rows of a VocabParallelHead or "
+            "VocabParallelEmbedding, got no shard: pass shard=head.shard, or call the head"
+        )
+
+
 def local_rows(name: str, rows, shard: VocabShard | None) -> tuple[torch.Tensor, VocabShard]:
     """Return this rank's rows [width, ..] of a vocabulary matrix or vector, and their shard.
 
@@ -144,6 +156,7 @@ def local_rows(name: str, rows, shard: VocabShard | None) -> tuple[torch.Tensor,
     TENSOR.check(name, rows, {})
     if rows.dim() < 1:
         raise ValueError(f"{name} must be [width, ..], got a scalar")
+    _expect_shard_of_module(rows, shard)
     rows = plain(name, rows)
     if not is_dtensor(rows):
         return rows.detach(), resolve_shard(rows.detach().movedim(0, -1), shard)

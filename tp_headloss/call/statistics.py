@@ -62,7 +62,7 @@ def vocab_statistics(
             log_prob and target_logit with labels. The Jensen-Shannon divergences and
             "total_variation" take a second, small collective, "rank" one before, of labels' logits,
             all others one.
-        sets: `IdSets` whose statistics are in ``want``, such as those of `kept_ids`.
+        sets: those whose statistics are in ``want``, such as those of `kept_ids`.
         ids: global ids whose log-probs are "log_probs_at" [.., K], in any order, also several
             times. A negative id is none, and one at or beyond the vocabulary is NaN. They are z -
             lse, rounded, so 0 above -6e-8, as those of an fp32 log_softmax. Near 0 accurate are

@@ -266,6 +266,17 @@ class FromShards(torch.autograd.Function):
         return ToShards.apply(grad, *ctx.reduction), None, None, None, None
 
 
+def grad_anchor(x: torch.Tensor, how: str, world_size: int) -> torch.Tensor | None:
+    """Return a dummy that requires grad, or None if there is no collective.
+
+    With it autograd runs a backward, and its collective, on every rank, even where the shard is
+    empty or the parameters are frozen.
+    """
+    if how == "none" or world_size == 1 or torch.compiler.is_compiling():
+        return None
+    return x.new_empty(0).requires_grad_()
+
+
 def has_other_leaves(x: torch.Tensor, tensors: Iterable[torch.Tensor]) -> bool:
     """Return True if the graph of x has leaves to which none of the tensors leads."""
     leaves, seen = set(), set()

@@ -23,7 +23,7 @@ class CausalLMLoss(nn.Module):
     first labels.
 
     Args:
-        head_loss: `HeadLoss`; default cross-entropy.
+        head_loss: by default cross-entropy.
 
     Examples:
         >>> logits, tokens = torch.zeros(1, 3, 4), torch.tensor([[0, 1, 2]])  # [B, S, V], [B, S]

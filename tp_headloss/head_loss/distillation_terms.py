@@ -9,7 +9,7 @@ from typing import Annotated, Literal, TypeAlias
 from .. import losses
 from ..engine.reductions import PerToken, StatisticValue
 from ..losses.distillation import TOPK_DISTILLATIONS, Support
-from ..spec import NotNegative, NumberLine, Weight, checked
+from ..spec import NotNegative, NumberLine, PenaltyWeight, checked
 from .terms import Term
 
 Divergence: TypeAlias = Literal[
@@ -19,7 +19,7 @@ Divergence: TypeAlias = Literal[
 
 @checked
 def Distillation(
-    weight: Weight = 1.0,
+    weight: PenaltyWeight = 1.0,
     divergence: Divergence = "forward_kl",
     *,
     temperature_squared: bool = False,
@@ -66,7 +66,7 @@ def Distillation(
 
 @checked
 def LKLoss(
-    weight: Weight = 1.0,
+    weight: PenaltyWeight = 1.0,
     form: Literal["lambda", "alpha"] = "lambda",
     *,
     eta: NotNegative | None = None,
@@ -102,7 +102,7 @@ def LKLoss(
 
 @checked
 def TopKDistillation(
-    weight: Weight = 1.0,
+    weight: PenaltyWeight = 1.0,
     divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl",
     support: Support = "topk",
     *,

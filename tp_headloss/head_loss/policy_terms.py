@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 
@@ -15,12 +15,10 @@ from ..losses.kl import KLEstimator
 from ..losses.policy import CLIP
 from ..losses.ratio import Level, scaled
 from ..spec import (
-    FP32_MAX,
     Bounds,
-    NumberLine,
     Pair,
+    PenaltyWeight,
     Positive,
-    TensorLine,
     Weight,
     checked,
 )
@@ -121,24 +119,9 @@ def PolicyGradient(
     )
 
 
-NotNegativeWeight: TypeAlias = (
-    Annotated[
-        float,
-        NumberLine(
-            0,
-            FP32_MAX,
-            "at least 0 and finite in fp32",
-            ": a weight below 0 rewards distance from the reference",
-        ),
-        "Factor of the term in the loss",
-    ]
-    | Annotated[torch.Tensor, TensorLine("real numbers", (), constant=True)]
-)
-
-
 @checked
 def KLToReference(
-    weight: NotNegativeWeight,
+    weight: PenaltyWeight,
     estimator: KLEstimator = "k3",
     *,
     importance_weight: Sampler | None = None,
@@ -150,7 +133,7 @@ def KLToReference(
     "reference_log_prob".
 
     Args:
-        importance_weight: None; "on-policy" for a weight of value 1 with the score function's
+        importance_weight: by default none; "on-policy" for a weight of value 1 with the score function's
             gradient; "old" or "generator" for the ratio to the input "old_log_prob" or
             "generator_log_prob", which gets no gradient.
         options: the clamps of `losses.kl_estimate`.

@@ -15,7 +15,17 @@ from .. import losses
 from ..call.subclasses import refuse_dtensor
 from ..engine.reductions import StatisticValue
 from ..losses.ratio import scaled
-from ..spec import Callables, CheckedBy, ClassWeight, Names, Share, Size, Weight, checked
+from ..spec import (
+    Callables,
+    CheckedBy,
+    ClassWeight,
+    Names,
+    PenaltyWeight,
+    Share,
+    Size,
+    Weight,
+    checked,
+)
 from ..statistics import FULL_TEACHER, OVER_SETS, TOPK_TEACHER, known_statistics
 
 Function: TypeAlias = Annotated[Callable[..., torch.Tensor] | StatisticValue, Callables()]
@@ -199,6 +209,7 @@ def CrossEntropy(
     """Cross-entropy, as torch.nn.functional.cross_entropy computes it.
 
     Args:
+        weight: negative unlearns the labels, and has no least value.
         smoothing_formula: see `losses.smoothed_cross_entropy`.
         class_weight: replicated, copied; the mean then divides by the sum of the labels' weights,
             as in torch.
@@ -239,7 +250,7 @@ def CrossEntropy(
 
 
 @checked
-def ZLoss(weight: Weight) -> Term:
+def ZLoss(weight: PenaltyWeight) -> Term:
     """Squared log-partition function, lse^2, which keeps logits from drifting.
 
     Examples:
@@ -256,7 +267,7 @@ def Entropy(weight: Weight, over: Over = "vocabulary") -> Term:
     """Entropy bonus: minimises -entropy, with the entropy's own gradient.
 
     Args:
-        weight: positive rewards entropy.
+        weight: positive rewards entropy, negative penalises it.
 
     Examples:
         >>> HeadLoss([CrossEntropy(), Entropy(0.5)])(

@@ -22,7 +22,7 @@ from .. import losses
 from ..arguments.teachers import Teacher
 from ..call.statistics import vocab_statistics
 from ..linear_head import linear_vocab_statistics
-from ..modules.vocab_rows import select_rows
+from ..modules.selected_rows import select_rows
 from ..ranks.comm import sum_over_ranks
 from ..ranks.shard import VocabShard
 from ..spec import (

@@ -47,7 +47,7 @@ def sweep_statistics(
     linear, request, check = call.linear, call.request, options.check
     facts, upstream = request.facts, _declared_upstream(call)
     if check:  # before anything is added to a main_grad
-        check_range(labels, facts.ignore_index, facts.vocab_size)
+        check_range(labels, facts.ignore_index, facts.vocab_size, request.shard.group)
     wanted = _wanted_gradients(call)
     if wanted.main_grad is not None:
         _refuse_checkpoints()

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..arguments.linear import Linear
+from ..arguments.linear import Linear, expect_sequence
 from ..arguments.teachers import TeacherHead
 from ..call.given import Given
 from ..call.request_of import build_request, expect_not_swapped
@@ -188,8 +188,7 @@ def _expect_options_of_a_linear_head(given: Given):
         expect_main_grad(given.weight)
     if given.bias is not None and given.transform.bias is not None:
         raise ValueError("bias was given twice, and in the transform")
-    if linear.hidden_grad == "reduce_scatter" and given.hidden.dim() < 2:
-        raise ValueError("hidden_grad='reduce_scatter' needs hidden states [S/P, .., H], got [H]")
+    expect_sequence(given.hidden, linear.hidden_grad)
 
 
 def _linear_facts(

@@ -4,6 +4,7 @@
 import torch
 
 from ..engine.request import Request, TokenOrder
+from ..ranks.comm import gather_from_ranks
 from ..spec.checks import refuse_tokens
 from ..statistics import IGNORED
 
@@ -16,16 +17,25 @@ NOT_PICKED = {
 }
 
 
-def check_range(labels: torch.Tensor, ignore_index: int, vocab_size: int):
+def check_range(labels: torch.Tensor, ignore_index: int, vocab_size: int, group):
     """Raise ValueError, with the first of them, if there are labels that are neither ignored nor
-    ids."""
-    refuse_tokens(
-        (labels != ignore_index) & ((labels < 0) | (labels >= vocab_size)),
-        lambda token: (
+    ids on some rank, or that some ranks ignore alone. One small all-gather, so that all ranks
+    raise."""
+    if not labels.numel():
+        return
+    valid = labels != ignore_index
+    unknown = valid & ((labels < 0) | (labels >= vocab_size))
+    of_ranks = gather_from_ranks(torch.stack([valid, unknown]).to(torch.uint8), group).bool()
+    differ = (of_ranks != of_ranks[0]).any(1).any(0)
+
+    def message(token: int) -> str:
+        said = ", which ranks do not agree on" * bool(differ.flatten()[token])
+        return (
             f"label of token {token} (flat index) must be the ignore_index or in [0, "
-            f"{vocab_size}), got {int(labels.flatten()[token])}"
-        ),
-    )
+            f"{vocab_size}), got {int(labels.flatten()[token])}{said}"
+        )
+
+    refuse_tokens(of_ranks[:, 1].any(0) | differ, message)
 
 
 class ValidTokens(TokenOrder):
@@ -75,7 +85,7 @@ def picked_rows(hidden, request: Request, count: int, check: bool) -> tuple[torc
             "before"
         )
     if check:
-        check_range(tensors.labels, facts.ignore_index, facts.vocab_size)
+        check_range(tensors.labels, facts.ignore_index, facts.vocab_size, request.shard.group)
         if (valid := int((tensors.labels != facts.ignore_index).sum())) > count:
             raise ValueError(
                 f"max_valid_tokens must be at least the number of valid tokens, {valid}, got "

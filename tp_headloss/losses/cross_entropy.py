@@ -37,7 +37,7 @@ def smoothed_cross_entropy(
     """Return the cross-entropy with labels smoothed over the true global vocabulary.
 
     Args:
-        smoothing: a.
+        smoothing: the share a of the formula.
         formula: "torch" (torch.nn.functional.cross_entropy): probability (1 - a) + a / V at the
             label and a / V elsewhere, so (1 - a) (lse - z_y) + a (lse - mean z). "megatron" (NeMo,
             Megatron-LM): 1 - a at the label and a / (V - 1) elsewhere, which is torch's formula

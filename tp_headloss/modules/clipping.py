@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from typing import Annotated, Literal
 
 import torch
@@ -13,6 +13,7 @@ from ..call.subclasses import is_dtensor
 from ..ranks.comm import gather_from_ranks, group_size
 from ..ranks.shard import Group, resolve_process_group
 from ..spec import CheckedBy, NotNegative, Positive, checked
+from .row_dtensors import is_over_group
 
 
 @checked
@@ -51,7 +52,8 @@ def clip_grad_norm_(
 
     Raises:
         TypeError, ValueError: a sharded parameter whose group is not known, a group of parameters
-            that do not say whether they are sharded, or a Partial gradient.
+            that do not say whether they are sharded, a Partial gradient, or an iterator that yields
+            nothing, as one does that was read before (an empty list has the norm 0).
 
     Examples:
         >>> weight = torch.nn.Parameter(torch.zeros(2))
@@ -90,13 +92,21 @@ def clip_grad_norm_(
 
 
 def _as_tensors(parameters) -> list[torch.Tensor]:
-    """Return the parameters as a list. Raises TypeError for anything but tensors."""
+    """Return the parameters as a list.
+
+    Raises TypeError for anything but tensors, and ValueError for an iterator that is used up.
+    """
     name = type(parameters).__name__
     if isinstance(parameters, torch.nn.Module):
         raise TypeError(f"parameters must be tensors, got {name}: pass model.parameters()")
     if not isinstance(parameters, Iterable):
         raise TypeError(f"parameters must be tensors, got {name}")
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    if not given and isinstance(parameters, Iterator):
+        raise ValueError(
+            f"parameters must be tensors, got a {name} that yields none: one that was read before "
+            "is used up, so call model.parameters() anew, or pass list(model.parameters())"
+        )
     for p in given:
         if not isinstance(p, torch.Tensor):
             raise TypeError(
@@ -151,7 +161,11 @@ def _sharded_over(p: torch.Tensor, gradient: torch.Tensor | None, group) -> tupl
         mesh = spec.device_mesh
         placements = enumerate(spec.placements)
         dims = [dim for dim, placement in placements if not placement.is_replicate()]
-        return tuple(mesh.get_group(dim).group_name for dim in dims if mesh.size(dim) > 1)
+        names: list[str] = [mesh.get_group(dim).group_name for dim in dims if mesh.size(dim) > 1]
+        own_rows = getattr(p, "sharded_over", "")  # which FSDP2 may have cut over other ranks
+        if own_rows and not is_over_group(spec, own_rows):
+            names.append(own_rows)
+        return tuple(names)
     if name := getattr(p, "sharded_over", ""):
         return (name,)
     if not getattr(p, "tensor_model_parallel", False):

@@ -1,29 +1,50 @@
-"""The two vocabulary matrices of a model as modules: embedding and output layer.
-
-Each is sharded over a group's ranks.
-"""
+"""The output layer of a sharded vocabulary as a module, and labels for several of its depths."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, overload
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, overload
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..arguments.linear import expect_sequence
 from ..arguments.options import Options, Transform
 from ..arguments.sequences import Sequences, Starts
 from ..call.dtensor import local_head
-from ..call.subclasses import is_dtensor
-from ..engine.autograd import FromShards, ToShards
+from ..call.given import Want
+from ..engine.autograd import ToShards, grad_anchor
 from ..head_loss import HeadLoss, HeadLossOutput
 from ..linear_head import Linear, linear_vocab_statistics
 from ..ranks.shard import VocabShard
-from ..spec import IDS, TENSOR, CheckedBy, Finite, Instance, Size, UnshiftedLabels, checked
+from ..spec import (
+    TENSOR,
+    CheckedBy,
+    Finite,
+    Floating,
+    Instance,
+    Labels,
+    Size,
+    UnshiftedLabels,
+    checked,
+    described,
+    lines_within,
+)
+from ..spec.checks import operand_dtype
 from ..statistics import VocabStatistics
 from .vocab_rows import Init, VocabRows
+
+OWN = {"hidden", "labels", "weight", "bias", "shard"}  # what a call has, and what the module has
+OF_LOSSES = "arguments of `HeadLoss.linear`; a transform may set only the temperature of this call"
+OF_STATISTICS = "arguments of `linear_vocab_statistics`; of a transform as in `forward`"
+LossKeywords: TypeAlias = Annotated[
+    Any, CheckedBy(OF_LOSSES, names=frozenset(lines_within(HeadLoss.linear)) - OWN)
+]
+StatisticsKeywords: TypeAlias = Annotated[
+    Any, CheckedBy(OF_STATISTICS, names=frozenset(lines_within(linear_vocab_statistics)) - OWN)
+]
 
 
 def _expect_parameter(name: str, weight):
@@ -34,68 +55,6 @@ def _expect_parameter(name: str, weight):
             f"{name} must be an nn.Parameter, or no optimizer would train it, got "
             f"{type(weight).__name__}"
         )
-
-
-@checked
-class VocabParallelEmbedding(VocabRows):
-    """Embedding with a sharded vocabulary.
-
-    ids [..] replicated -> rows [.., H] replicated; forward: one all-reduce, backward: no
-    communication. An id outside of [0, vocab_size) gives a row of NaN on every rank.
-
-    Args:
-        init: by default std 1.
-        sequence_parallel: True: ids [S, ..] -> this rank's [S/P, .., H]; one reduce-scatter,
-            backward one all-gather.
-
-    Examples:
-        >>> embedding = VocabParallelEmbedding(4, VocabShard.from_group(None, 10))
-        >>> embedding(torch.tensor([[1, 9]])).shape
-        torch.Size([1, 2, 4])
-    """
-
-    def __init__(
-        self,
-        hidden_size: Size,
-        shard: VocabShard,
-        *,
-        init: Init | None = None,
-        sequence_parallel: bool = False,
-        device: Annotated[torch.device | str, CheckedBy("a device")] | None = None,
-        dtype: torch.dtype | None = None,
-    ):
-        super().__init__(hidden_size, shard, init or Init(std=1.0), device, dtype)
-        self.sequence_parallel = sequence_parallel
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the rows [.., H] of ids [..], int32 or int64.
-
-        ValueError if the weight is not this rank's rows, or if ranks cannot share S evenly
-        (sequence parallelism).
-        """
-        IDS.check("ids", ids, {})
-        if not torch.compiler.is_compiling():
-            self.shard.expect_live_group()
-            self.mark_sharded()
-        shard = self.shard
-        weight = self.weight.to_local() if is_dtensor(self.weight) else self.weight
-        shard.expect_width("weight", weight.shape[0], "rows")
-        if self.sequence_parallel and (ids.dim() == 0 or ids.shape[0] % shard.world_size):
-            raise ValueError(
-                f"ids must be [S, ..] with S a multiple of {shard.world_size}, got "
-                f"{list(ids.shape)}"
-            )
-        owned = (ids >= shard.start) & (ids < shard.start + shard.valid_width)
-        part = weight.new_zeros(*ids.shape, self.hidden_size)
-        if shard.width:
-            part = F.embedding((ids - shard.start).masked_fill(~owned, 0), weight)
-        unknown = (ids < 0) | (ids >= shard.vocab_size)
-        # a select, because a row of NaN times 0 is not 0
-        part = torch.where(owned.unsqueeze(-1), part, 0.0)
-        part = part.masked_fill(unknown.unsqueeze(-1), torch.nan)
-        how = "reduce_scatter" if self.sequence_parallel else "all_reduce"
-        anchor = _grad_anchor(part, how, shard)
-        return FromShards.apply(part, how, shard.world_size, shard.group_name, anchor)
 
 
 @checked
@@ -114,16 +73,18 @@ class VocabParallelHead(VocabRows):
     and this rank's rows.
 
     Args:
-        head_loss: `HeadLoss`; default cross-entropy.
+        head_loss: by default cross-entropy.
         bias: True adds a parameter ``bias`` [V/P].
         weight: parameter to tie to, for example `VocabParallelEmbedding.weight`.
-        transform: `Transform` of the logits before losses and statistics, in numbers: the bias is
+        transform: what happens to the logits before losses and statistics, in numbers: the bias is
             the module's own.
         linear: its hidden_grad says how the gradient of the hidden states is reduced over
             the group: "all_reduce" for replicated hidden states, "reduce_scatter" for sequence
             parallelism (hidden [S/P, ..], labels and results for all S), "none" to leave each
             rank's part to the caller.
-        init: `Init` of the weight, if it is not tied.
+        init: how a weight is drawn that is not tied; ValueError beside ``weight``.
+        device, dtype: where, and in which dtype, parameters are made; beside ``weight`` as it is,
+            or a ValueError.
 
     Examples:
         >>> shard = VocabShard.from_group(None, 10)
@@ -176,21 +137,21 @@ class VocabParallelHead(VocabRows):
         linear: Linear | None = None,
     ) -> HeadLossOutput: ...
 
+    @described
     def forward(
         self,
-        hidden: torch.Tensor,
-        labels: torch.Tensor | None = None,
+        hidden: Floating,
+        labels: Labels | None = None,
         *,
         head_loss: HeadLoss | None = None,
-        **kwargs,
+        **kwargs: LossKeywords,
     ) -> HeadLossOutput | torch.Tensor:
         """Return the `HeadLossOutput` of hidden [.., H] and labels [..].
 
         Without labels it is this rank's `logits`.
 
         Args:
-            head_loss: `HeadLoss` of this call instead of the module's.
-            kwargs: as in `HeadLoss.linear`; a transform may set only the temperature of this call.
+            head_loss: this call's, in the place of the module's.
         """
         if labels is None:
             if kwargs or head_loss is not None:
@@ -209,19 +170,17 @@ class VocabParallelHead(VocabRows):
     if TYPE_CHECKING:
         __call__ = forward
 
+    @described
     def statistics(
         self,
-        hidden: torch.Tensor,
-        labels: torch.Tensor | None = None,
-        want: tuple[str, ...] = (),
+        hidden: Floating,
+        labels: Labels | None = None,
+        want: Want = (),
         *,
         options: Options | None = None,
-        **kwargs,
+        **kwargs: StatisticsKeywords,
     ) -> VocabStatistics:
-        """Return the statistics [..] of hidden [.., H] and labels [..].
-
-        Keywords are those of `linear_vocab_statistics`.
-        """
+        """Return the statistics [..] of hidden [.., H] and labels [..]."""
         self.expect_no_rows_of_hooks("statistics")
         linear = replace(self.linear, mode="recompute", upstream=None)
         transform = self._transform_at(kwargs.get("transform"))
@@ -247,7 +206,8 @@ class VocabParallelHead(VocabRows):
             )
         return replace(self.transform, temperature=call_transform.temperature)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    @described
+    def logits(self, hidden: Floating) -> torch.Tensor:
         """Return hidden @ weight^T + bias [.., width] sharded on V, for hidden [.., H].
 
         Columns of padding are 0. The logits are not transformed: pass them to a HeadLoss with
@@ -257,27 +217,19 @@ class VocabParallelHead(VocabRows):
         return self._logits(hidden)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        TENSOR.check("hidden states", hidden, {})
         how = self.linear.hidden_grad
         hidden, weight, bias, shard = local_head(hidden, self.weight, self.bias, self.shard, how)
+        operand_dtype(hidden, weight)
+        expect_sequence(hidden, how)
         # rows of padding may hold anything, and 0 times NaN is NaN
         if shard.valid_width < shard.width:
             valid = torch.arange(shard.width, device=weight.device) < shard.valid_width
             weight = torch.where(valid[:, None], weight, 0.0)
             bias = None if bias is None else torch.where(valid, bias, 0.0)
-        anchor = _grad_anchor(hidden, how, shard)
+        anchor = grad_anchor(hidden, how, shard.world_size)
         hidden = ToShards.apply(hidden, how, shard.world_size, shard.group_name, anchor)
         return F.linear(hidden, weight, bias)
-
-
-def _grad_anchor(x, how: str, shard: VocabShard) -> torch.Tensor | None:
-    """Return a dummy that requires grad, or None if there is no collective.
-
-    With it autograd runs a backward, and its collective, on every rank, even where the shard is
-    empty or the parameters are frozen.
-    """
-    if how == "none" or shard.world_size == 1 or torch.compiler.is_compiling():
-        return None
-    return x.new_empty(0).requires_grad_()
 
 
 @checked

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from ..ranks.shard import VocabShard
+from ..call.subclasses import is_dtensor
+from ..ranks.shard import VocabShard, resolve_process_group
 
 
 def expect_mesh_of(shard: VocabShard, mesh):
@@ -21,29 +22,70 @@ def expect_mesh_of(shard: VocabShard, mesh):
             "or what it is called"
         )
     ranks, expected = mesh.mesh.flatten().tolist(), _ranks_of(shard)
-    if len(ranks) != shard.world_size or expected not in (None, ranks):
+    if len(ranks) != shard.world_size or (expected and expected != ranks):
         raise ValueError(
             f"mesh must have the ranks of the shard's group, {expected or 1}, got {ranks}"
             f" (dimension {names[0]!r})"
         )
 
 
-def _ranks_of(shard: VocabShard) -> list[int] | None:
-    return None if shard.group is None else dist.get_process_group_ranks(shard.group)
+def _ranks_of(shard: VocabShard) -> list[int]:
+    """Return the ranks of the shard's group, none if the vocabulary is not sharded."""
+    return [] if shard.group is None else dist.get_process_group_ranks(shard.group)
 
 
 def expect_sharded_over(shard: VocabShard, x, what: str):
-    """Raise ValueError for a DTensor that is not sharded over the shard's group: `fully_shard` has
-    taken its rows for all of the matrix."""
-    mesh, expected = x.device_mesh, _ranks_of(shard)
-    if expected is None:
+    """Raise ValueError for a DTensor that is not the matrix, sharded over the shard's group:
+    `fully_shard` has taken its rows for all of the matrix."""
+    if shard.group is not None and not _is_matrix(shard, x):
+        raise ValueError(f"{what}: {_why_no_matrix(shard, x)}")
+
+
+def expect_no_rows_of_other_ids(shard: VocabShard, x, name: str):
+    """Raise ValueError for a DTensor whose parts come from ranks that share the vocabulary, unless
+    it is the matrix. Plain tensors and None are not looked at.
+
+    `fully_shard` makes such a parameter over its default mesh, of all ranks: it takes the rows of
+    each rank for the same ones, and gathers and averages rows of different ids. Ranks of other
+    shards, those of data parallelism, have the same rows.
+    """
+    if not is_dtensor(x) or shard.group is None or _is_matrix(shard, x):
         return
-    found = [dist.get_process_group_ranks(mesh.get_group(i)) for i in range(mesh.ndim)]
-    if expected not in found:
+    if len({*_mesh_ranks(x)} & {*_ranks_of(shard)}) > 1:
         raise ValueError(
-            f"{what}: must be sharded over the ranks {expected} of the shard's group, got a DTensor "
-            f"over {found}: call to_dtensor(mesh['tp']) before fully_shard(.., mesh=mesh['dp'])"
+            f"{name} {_why_no_matrix(shard, x)}; without data-parallel ranks leave the module out, "
+            "fully_shard(.., ignored_params={*module.parameters()})"
         )
+
+
+def is_over_group(x, group_name: str) -> bool:
+    """Return True if the ranks of one dimension of a DTensor's mesh are those of a group."""
+    ranks = dist.get_process_group_ranks(resolve_process_group(group_name))
+    return ranks in _dimension_ranks(x)
+
+
+def _is_matrix(shard: VocabShard, x) -> bool:
+    """Return True for a DTensor of all rows, one dimension of whose mesh has the shard's ranks."""
+    return x.shape[0] == shard.padded_size and is_over_group(x, shard.group_name)
+
+
+def _why_no_matrix(shard: VocabShard, x) -> str:
+    return (
+        f"must be sharded over the ranks {_ranks_of(shard)} of the shard's group, "
+        f"{shard.padded_size or shard.vocab_size} rows in all, got a DTensor of {x.shape[0]} rows "
+        f"over the ranks {_mesh_ranks(x)}: call to_dtensor(mesh['tp']) before "
+        "fully_shard(.., mesh=mesh['dp'])"
+    )
+
+
+def _mesh_ranks(x) -> list[int]:
+    return x.device_mesh.mesh.flatten().tolist()
+
+
+def _dimension_ranks(x) -> list[list[int]]:
+    """Return the ranks of this rank's group of each dimension of a DTensor's mesh."""
+    mesh = x.device_mesh
+    return [dist.get_process_group_ranks(mesh.get_group(dim)) for dim in range(mesh.ndim)]
 
 
 def as_dtensor(rows: torch.Tensor, shard: VocabShard, mesh=None):

@@ -7,25 +7,25 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..arguments.options import Options
-from ..call.agreement import Agreement
-from ..call.dtensor import local_rows
 from ..call.subclasses import is_dtensor
-from ..ranks.comm import reduce_in_place
 from ..ranks.shard import VocabShard
-from ..spec import NotNegative, Rows, TensorLine, checked, described, lines_within
+from ..spec import NotNegative, checked
 from . import saved_rows
-from .row_dtensors import as_dtensor, expect_mesh_of, expect_sharded_over
+from .row_dtensors import (
+    as_dtensor,
+    expect_mesh_of,
+    expect_no_rows_of_other_ids,
+    expect_sharded_over,
+)
 
 # rows that one generator draws, whatever the shard: a seed means other weights if this changes
 INIT_ROWS = 1024
-SENT_ROWS = 1024  # rows of a matrix that ranks exchange at once
 
 
 @checked
@@ -37,8 +37,7 @@ class Init:
     same matrix (on one type of device). Padding rows and biases are 0.
 
     Args:
-        seed: None draws one from torch's default generator, which must be in the same state on all
-            ranks.
+        seed: by default drawn from torch's generator, which must be in the same state on all ranks.
 
     Examples:
         >>> shard = VocabShard.from_group(None, 5, padded_size=8)
@@ -64,11 +63,8 @@ class VocabRows(nn.Module):
         weight=None,
     ):
         super().__init__()
-        init = init or Init()
-        seed = int(torch.randint(1 << 31, (), device="cpu")) if init.seed is None else init.seed
         self.hidden_size = hidden_size
         self.shard = shard
-        self.init = replace(init, seed=seed)
         rows = shard.width
         if weight is None:
             self.weight = nn.Parameter(torch.empty(rows, hidden_size, device=device, dtype=dtype))
@@ -78,15 +74,27 @@ class VocabRows(nn.Module):
                 raise ValueError(
                     f"weight must be [{expected}, {hidden_size}], got {list(weight.shape)}"
                 )
+            _expect_nothing_of_its_own(weight, init, device, dtype)
+            device, dtype = weight.device, weight.dtype  # of the bias
             self.weight = weight
         self.bias = nn.Parameter(torch.empty(rows, device=device, dtype=dtype)) if bias else None
         # in a tuple, so that it is registered only once
         self._tied_weight = None if weight is None else (weight,)
+        init = init or Init()
+        seed = int(torch.randint(1 << 31, (), device="cpu")) if init.seed is None else init.seed
+        self.init = replace(init, seed=seed)
         self.reset_parameters()
         self.register_state_dict_post_hook(_describe_rows)
         self.register_load_state_dict_pre_hook(_select_rows)
 
+    def __setattr__(self, name: str, value: Any):
+        """FSDP2 replaces the parameters of a class with a method of this name by setattr, which
+        comes to `register_parameter`, and those of all others behind the module's back."""
+        super().__setattr__(name, value)
+
     def register_parameter(self, name: str, param: nn.Parameter | None):
+        if name in ("weight", "bias"):
+            expect_no_rows_of_other_ids(self.shard, param, name)
         super().register_parameter(name, param)
         self.mark_sharded()
 
@@ -164,11 +172,12 @@ class VocabRows(nn.Module):
 
         They are ``Shard(0)`` on the one dimension of the mesh, which has the ranks of the shard's
         group. Needed before the parameters are sharded again over another mesh dimension (FSDP2):
-        without it, ``fully_shard`` takes them for replicated, and norms, checkpoints and, over a
-        mesh with these ranks, rows are silently wrong. Needed as well to save an optimiser's state
-        with `torch.distributed.checkpoint`. Call it before anything else holds the parameters: they
-        are replaced, and what they were is empty from then on, so that a module that was tied
-        before raises. An optimiser that was made before trains nothing.
+        without it, ``fully_shard`` takes them for replicated, so that it raises over a mesh with
+        these ranks, as `state_dict` does over any mesh. Needed as well to save an optimiser's state
+        with `torch.distributed.checkpoint`, which would save one rank's for all. Call it before
+        anything else holds the parameters: they are replaced, and what they were is empty from then
+        on, so that a module that was tied before raises. An optimiser that was made before trains
+        nothing.
 
         Raises:
             TypeError, ValueError: a mesh that is not of the group's ranks alone, or parameters that
@@ -194,6 +203,22 @@ class VocabRows(nn.Module):
             f"ids [{shard.start}, {shard.stop}) of {shard.vocab_size} on {shard.world_size} rank(s)"
         )
         return f"hidden_size={self.hidden_size}, {ids}, bias={self.bias is not None}"
+
+
+def _expect_nothing_of_its_own(weight: torch.Tensor, init: Init | None, device, dtype):
+    """Raise ValueError for what a weight that is tied to cannot follow: its owner made it."""
+    if init is not None:
+        raise ValueError(
+            f"init is of a weight that the module draws, got {init} beside weight=: leave it out, "
+            "and give it to the owner of the weight"
+        )
+    device = weight.device if device is None else torch.device(device)
+    is_there = device.type == weight.device.type and device.index in (None, weight.device.index)
+    if not is_there or dtype not in (None, weight.dtype):
+        raise ValueError(
+            f"device and dtype must be those of weight=, {weight.device} and {weight.dtype}, got "
+            f"{device} and {dtype or weight.dtype}: leave them out"
+        )
 
 
 def _describe_rows(module, state, prefix, metadata):
@@ -330,93 +355,3 @@ def _like(own, whole: torch.Tensor, shard: VocabShard):
     given = whole.full_tensor() if is_dtensor(whole) else whole
     rows = saved_rows.with_padding(given, shard).to(own.device)
     return distribute_tensor(rows, own.device_mesh, own.placements, src_data_rank=None)
-
-
-def _expect_distinct(ids: torch.Tensor, vocab_size: int):
-    """Raise ValueError for ids outside of the vocabulary, or more than once."""
-    ordered = ids.sort().values
-    is_outside = (ordered < 0) | (ordered >= vocab_size)
-    is_again = torch.zeros_like(is_outside)
-    is_again[1:] = ordered[1:] == ordered[:-1]
-    # of both at once, because it waits for a GPU
-    if not len(wrong := ordered[is_outside | is_again]):
-        return
-    if outside := [i for i in wrong.tolist() if not 0 <= i < vocab_size]:
-        raise ValueError(f"ids must be in [0, {vocab_size}), got {outside[:8]}")
-    again = list(dict.fromkeys(wrong.tolist()))
-    raise ValueError(f"ids must be distinct, got {again[:8]} more than once: torch.unique(ids)")
-
-
-@torch.no_grad()
-@described
-def select_rows(
-    weight: Rows,
-    ids: Annotated[torch.Tensor, TensorLine("int64 or int32", ("V_d",))],
-    *,
-    shard: VocabShard | None = None,
-    to: VocabShard | None = None,
-) -> torch.Tensor:
-    """Return the rows of some ids of a sharded vocabulary matrix, sharded over the same ranks, or
-    over those of another group.
-
-    For a draft model over a subset of the vocabulary (EAGLE-3), whose teacher is then the target
-    model's head at these ids: ``TeacherHead(hidden, select_rows(weight, ids, shard=shard))``,
-    selected once from a frozen weight. All ranks of both groups call it; the ids' rows travel to
-    every rank, by blocks, and the arguments are compared between ranks.
-
-    Args:
-        weight: [width, ..] this rank's rows, or a DTensor; a bias [width] is such a matrix, too.
-        ids: in [0, V), distinct, replicated: id i of the subset is ids[i]. A softmax over the
-            subset would count an id that is there twice twice.
-        shard: of the weight. None: not sharded, or the DTensor's layout.
-        to: of the subset, of V_d ids; by default ``VocabShard.from_group(shard.group, len(ids))``.
-            Its group may be another one, such as the student's, whose ranks are all in a group of
-            the weight's shard.
-
-    Returns:
-        [to.width, ..] new memory, without gradient; rows of padding are 0.
-
-    Raises:
-        TypeError, ValueError: arguments that do not fit or differ between ranks; ids outside of the
-            vocabulary, or more than once.
-
-    Examples:
-        >>> weight, ids = torch.tensor([[0.0], [1.0], [2.0], [3.0]]), torch.tensor([3, 1])
-        >>> select_rows(weight, ids)
-        tensor([[3.],
-                [1.]])
-        >>> draft_id = torch.full((4,), -100).index_copy(
-        ...     0, ids, torch.arange(2)
-        ... )  # of each id; -100: not in the subset
-        >>> draft_id[torch.tensor([1, 2, 3])]  # labels
-        tensor([   1, -100,    0])
-    """
-    with Agreement(Options(validate="full"), shard) as agreement:
-        weight, shard = local_rows("weight", weight, shard)
-        shard.expect_width("weight", weight.shape[0], "rows")
-        for name, x in (("ids", ids), ("to", to)):
-            lines_within(select_rows)[name].check(name, x, {})
-        if not len(ids):
-            raise ValueError("ids must be [V_d] with V_d > 0, got none")
-        to = to or VocabShard.from_group(shard.group, len(ids))
-        if to.vocab_size != len(ids):
-            raise ValueError(f"`to` must shard the {len(ids)} ids, got a shard of {to.vocab_size}")
-        if weight.is_meta or ids.is_meta:
-            raise ValueError("weight and ids must have values, got tensors on meta")
-        ids = ids.to(weight.device, torch.int64)
-        _expect_distinct(ids, shard.vocab_size)
-        agreement.record("select_rows", shard, weight=weight, ids=ids)
-    with Agreement(Options(validate="full"), to) as agreement:
-        agreement.record("select_rows", to)
-    out = weight.new_zeros(to.width, *weight.shape[1:])
-    for first in range(0, len(ids), SENT_ROWS):
-        here = ids[first : first + SENT_ROWS] - shard.start
-        owned = (here >= 0) & (here < shard.valid_width)
-        block = weight.new_zeros(len(here), *weight.shape[1:])
-        block[owned] = weight[here[owned]]
-        reduce_in_place(block, shard.world_size, shard.group_name)
-        low = max(first, to.start)
-        high = min(first + len(here), to.start + to.valid_width)
-        if low < high:
-            out[low - to.start : high - to.start] = block[low - first : high - first]
-    return out

@@ -102,6 +102,16 @@ Weight: TypeAlias = (
     ]
     | Annotated[torch.Tensor, TensorLine("real numbers", (), constant=True)]
 )
+OWN_TERM = ": a weight below 0 rewards what the term penalises; a Term of your own takes any"
+# of a term that is never below 0, and has no least value if it is subtracted
+PenaltyWeight: TypeAlias = (
+    Annotated[
+        float,
+        NumberLine(0, FP32_MAX, "at least 0 and finite in fp32", OWN_TERM),
+        "Factor of the term in the loss",
+    ]
+    | Annotated[torch.Tensor, TensorLine("real numbers", (), constant=True)]
+)
 Size: TypeAlias = Annotated[int, IntLine(1)]
 Unused: TypeAlias = Annotated[Any, CheckedBy("not used")]
 Absent: TypeAlias = Annotated[Any, CheckedBy("None")]

@@ -14,7 +14,8 @@ DUAL = f"PolicyGradient, PolicyMetrics, {DISTANCES}"
 CLIPPED = f"PolicyGradient, PolicyMetrics, {PRESETS}"
 BOUND = 'clip=(0.0, epsilon_high), convention="bound"'
 TEACHERS = "Distillation, TopKDistillation"
-LOSSES = "HeadLoss.forward, HeadLoss.linear"
+LOSSES = "HeadLoss.forward, HeadLoss.linear, VocabParallelHead.forward"
+HEADS = "VocabParallelHead.forward, VocabParallelHead.statistics"
 MASK = "token_weight=mask, labels of -100, or for terms by sequence inputs={'sequences': Sequences.from_mask(mask)}"
 SEARCHES = "sample, kept_ids, topk_log_probs"
 STATISTICS = "vocab_statistics, linear_vocab_statistics, log_probs"
@@ -41,7 +42,7 @@ RECORDS = {
     "linear": "Linear",
 }
 # parts of a call of a loss, whose other parts take other arguments
-OF_CALLS = {"Term", "Metric", "CausalLMLoss", *PLACES}
+OF_CALLS = {"Term", "Metric", "CausalLMLoss", "VocabParallelHead.forward", *PLACES}
 
 
 class Alias(NamedTuple):
@@ -292,6 +293,7 @@ WRITTEN = (
         "VocabParallelHead",
         'linear=Linear(hidden_grad="reduce_scatter")',
     ),
+    Alias("shard, weight, bias", "ours", HEADS, "VocabParallelHead(.., {}=..), a call takes none"),
     Alias("kl_decay", "SpecForge", "LKLoss", "eta={}"),
     Alias("lk_loss_type", "SpecForge", "LKLoss", "form={}"),
     Alias("reference_free", "TRL", "dpo", "reference_chosen and reference_rejected of 0"),

@@ -56,6 +56,7 @@ def refuse_call(
     most = max(arities)
     # in the order of the signature
     names = [x for x in inspect.signature(function).parameters if x in known.allowed]
+    names += sorted(known.allowed - {*names})  # which the function hands on
     owner = f"{function.__qualname__.removesuffix('.__init__')}()"
     filled = [name for name in names if name not in arities[min(len(args), most)].allowed]
     if len(args) > most:

@@ -83,9 +83,10 @@ def described(function: F) -> F:
     missing an error that says what it is.
     """
     parameters = inspect.signature(function).parameters
-    KEYWORDS[function.__qualname__] = frozenset(parameters)
     lines = lines_of(function)
-    arities = arities_of(parameters.values())
+    handed_on = frozenset().union(*filter(None, _keywords_handed_on(parameters.values(), lines)))
+    KEYWORDS[function.__qualname__] = handed_on.union(parameters)
+    arities = arities_of(parameters.values(), handed_on)
 
     @functools.wraps(function)
     def call(*args, **kwargs):
