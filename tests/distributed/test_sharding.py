@@ -467,3 +467,54 @@ def test_many_packets_with_columns_merge_as_plain_torch_does(name, device):
     ours = load_backend("triton").merge_packets(packets, request)
     for a, b in zip(ours, load_backend("torch").merge_packets(packets, request)):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
+def padded_width_run(group, device):
+    """Hints of widths around what a vocabulary may be padded to -> (columns of all ranks, hint)."""
+    shard, found = hl.VocabShard.from_group(group, 61), []
+    gathered = shard.vocab_size, shard.padded_size  # which have a hint of their own
+    for size in {*range(shard.width + 1, 140), 512, 4096} - {*gathered}:
+        try:
+            shard.expect_width("logits", size, "columns")
+        except ValueError as error:
+            found.append((size * shard.world_size, "a padded vocabulary?" in str(error)))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_padded_vocabulary_is_suggested_where_it_may_be_one(world_size):
+    """Trainers pad each rank's part to a multiple of 128 at most; a hidden size is no padding."""
+    for found in on_ranks(world_size, padded_width_run):
+        assert {padded for _, padded in found} == {True, False}
+        for total, padded in found:
+            assert padded == (61 < total <= 128 * world_size)
+
+
+def alone_run(group, device):
+    """Errors of calls whose shard's group has one rank, though others have columns."""
+    ranks = range(dist.get_world_size(group))
+    own = [dist.new_group([rank]) for rank in ranks][dist.get_rank(group)]
+    logits, labels = torch.zeros(2, 32, device=device), torch.tensor([3, 40], device=device)
+    head, messages = hl.HeadLoss(options=hl.Options(check=True)), []
+    for shard, x in (
+        (hl.VocabShard.from_group(own, 32), logits),
+        (hl.VocabShard.from_group(own, 64), logits),
+    ):
+        try:
+            head(x, labels, shard=shard)
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_a_shard_whose_group_has_one_rank_says_so_where_columns_or_labels_do_not_fit():
+    for messages in on_ranks(2, alone_run):
+        assert "got 40" in messages[0] and "got 32" in messages[1], messages
+        for message in messages:
+            assert "the shard's group has 1 rank: if others have the rest" in message
+
+
+def test_a_transposed_weight_is_named():
+    shard, hidden = hl.VocabShard.from_group(None, 64), torch.zeros(2, 128)
+    with pytest.raises(ValueError, match=r"got 128 \(transposed\? .* pass its \.t\(\)\)"):
+        hl.HeadLoss().linear(hidden, torch.zeros(128, 64), torch.tensor([1, 2]), shard=shard)

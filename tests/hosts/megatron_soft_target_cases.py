@@ -27,6 +27,7 @@ from megatron_cases import (
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from megatron.core.transformer import multi_token_prediction
+from megatron_misuse_cases import CASES as MISUSES
 from megatron_schedule_cases import CASES as SCHEDULES
 from megatron_schedule_cases import config_for, gpt_chunk, layout, microbatches
 
@@ -209,8 +210,8 @@ def refusals(group):
     }
     given |= {"labels": batch()[3], "scale_logits": None, "config": model.config}
     refused(lambda: head(**given), "through an output_processor: use install(model, head)")
-    words = "depth_terms must be a tuple or list, got Term"
-    refused(lambda: MegatronHead(ignore_index=-100, depth_terms=SOFT[0]), words, TypeError)
+    words = "terms must be Terms, got Distillation: call it"
+    refused(lambda: MegatronHead(ignore_index=-100, depth_terms=Distillation), words, TypeError)
     return {}
 
 
@@ -251,4 +252,4 @@ if HAS_HYBRID:
     CASES |= {"soft, mup": soft(use_mup=True, mup_base_hidden_size=16)}
 
 if __name__ == "__main__":  # and all others: one import of Megatron for all
-    main({2: megatron_cases.CASES | CASES, 4: SCHEDULES}, megatron_cases.begin)
+    main({2: megatron_cases.CASES | CASES | MISUSES, 4: SCHEDULES}, megatron_cases.begin)

@@ -1,7 +1,7 @@
 """Megatron-Core, each supported version with its own loss beside ours; the cases are in
 megatron_cases.py, those with its schedules and more than tensor parallelism in
 megatron_schedule_cases.py, and depths of multi-token prediction that learn from the main head in
-megatron_soft_target_cases.py, which runs them all."""
+megatron_soft_target_cases.py, which runs them all, with the mistakes of megatron_misuse_cases.py."""
 
 import cases
 import pytest
@@ -157,6 +157,24 @@ def test_logits_without_labels_are_megatrons_own(version):
 @pytest.mark.parametrize("case", ["refusals", "soft, refusals", "check call"])
 def test_what_cannot_work_is_refused_and_what_was_installed_goes_away(version, case):
     assert result(version, case) == {}
+
+
+MISUSES = (
+    *("classes with the mixin", "blocks", "metrics over the vocabulary's group", "observed"),
+    *("terms by themselves", "ranks that differ", "arguments of another form"),
+)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("case", MISUSES)
+def test_a_head_that_nothing_would_call_or_that_ranks_do_not_share_is_refused(version, case):
+    assert result(version, case) == {}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_head_loss_that_is_assigned_to_a_mixin_is_the_one_that_install_takes(version):
+    found = result(version, "assigned heads")
+    assert found["loss"] == found["grads"] == 0 < found["mutant"] and found["none"], found
 
 
 @with_versions("stages", script=SCHEDULES)

@@ -281,6 +281,18 @@ MESSAGES = {
         lambda: topk_log_probs(LOGITS, 2, dim=1),
         "'dim': write logits.movedim(dim, -1): the vocabulary is the last dimension",
     ),
+    "a number as term": (
+        lambda: HeadLoss(0.1),
+        "write CrossEntropy(label_smoothing=0.1) or ZLoss(",
+    ),
+    "a number among terms": (
+        lambda: HeadLoss([CrossEntropy(), 0.1]),
+        "got float: write CrossEntropy(",
+    ),
+    "a host's call": (
+        lambda: HeadLoss()(hidden_states=LOGITS, attention_mask=None, output_layer=None),
+        "'output_layer': write install(model, ..) of integrations.megatron",
+    ),
     "a set of metrics": (lambda: HeadLoss(metrics={"rank"}), "got set: write a list"),
 }
 
@@ -293,6 +305,44 @@ def test_a_message_says_what_to_do(name):
         pytest.raises((TypeError, ValueError), match=re.escape(words)),
     ):
         call()
+
+
+# a result by the name of its class
+RESULTS = {
+    "HeadLossOutput": lambda: HeadLoss(metrics="perplexity")(LOGITS, LABELS),
+    "VocabStatistics": lambda: vocab_statistics(LOGITS, LABELS),
+    "LogProbs": lambda: log_probs(LOGITS, LABELS),
+    "TopK": lambda: topk_log_probs(LOGITS, 2),
+    "Sample": lambda: tp_headloss.sample(LOGITS, seed=0, positions=LABELS),
+}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_a_name_in_brackets_is_refused_with_the_attribute_to_write(name):
+    result = RESULTS[name]()
+    assert type(result).__name__ == name
+    for place, field in enumerate(result._fields):
+        assert result[place] is getattr(result, field) and result[place:][:1] == (result[place],)
+        with pytest.raises(TypeError, match=rf"no items: write \.{field}$"):
+            result[field]
+    with pytest.raises(TypeError, match="no 'nothing': "):
+        result["nothing"]
+
+
+def test_a_mean_in_brackets_is_refused_with_where_it_is():
+    for name, key in (("perplexity", "perplexity"), ("cross_entropy", "loss/cross_entropy")):
+        with pytest.raises(TypeError, match=re.escape(f"write out.means()[{key!r}]")):
+            RESULTS["HeadLossOutput"]()[name]
+
+
+def test_the_backward_of_a_loss_per_token_says_what_to_write():
+    logits = LOGITS.clone().requires_grad_()
+    out = HeadLoss(reduction="none")(logits, LABELS)
+    with pytest.raises(RuntimeError, match=r"per token, \[2, 5\].*reduce it first"):
+        out.backward()
+    out.backward(gradient=torch.ones_like(out.loss))
+    assert logits.grad is not None
+    HeadLoss(reduction="none")(logits[:1, :1], LABELS[:1, :1]).backward()  # of one token
 
 
 ATTRIBUTES = {

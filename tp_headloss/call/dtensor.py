@@ -100,7 +100,8 @@ def local_head(
         hidden, weight, bias, shard = _local_dtensors(hidden, weight, bias, shard, hidden_grad)
     else:
         shard = resolve_shard(weight.t(), shard)
-    shard.expect_width("weight", weight.shape[0], "rows")
+    other_size = weight.shape[1] if weight.dim() == 2 else None
+    shard.expect_width("weight", weight.shape[0], "rows", other_size)
     sizes: Sizes = {"width": (shard.width, "the shard")}
     if hidden is not None:
         HIDDEN.check("hidden states", hidden, sizes)

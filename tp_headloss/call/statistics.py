@@ -233,6 +233,13 @@ def assembled(
     return stats
 
 
+def _hint_alone(shard) -> str:
+    """Return what to do about labels that nobody owns, where one rank owns the vocabulary alone."""
+    if shard.group is None:
+        return ": are these logits one rank's columns? Then pass shard="
+    return f": {shard.says_alone()}" if shard.world_size == 1 else ""
+
+
 def _check_labels(labels, owners, valid, shard):
     def message(token: int) -> str:
         label = int(labels.flatten()[token])
@@ -245,5 +252,4 @@ def _check_labels(labels, owners, valid, shard):
             f"{shard.vocab_size}), got {label}, which {why}"
         )
 
-    hint = ": are these logits one rank's columns? Then pass shard=" if shard.group is None else ""
-    refuse_tokens(valid & (owners != 1), message, hint)
+    refuse_tokens(valid & (owners != 1), message, _hint_alone(shard))

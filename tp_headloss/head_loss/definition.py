@@ -15,6 +15,7 @@ from ..engine.reductions import StatisticValue, SumsPlan
 from ..losses import policy_metrics
 from ..spec import EACH_TOKEN, PER_TOKEN, TOKENS, Line, lines_within
 from ..spec.aliases import hint
+from ..spec.checks import is_number
 from ..statistics import AT_IDS, FULL_TEACHER, OVER_SETS, TOPK_TEACHER, MaybeNone, known_statistics
 from .evaluation import StatisticsFunction, names_read
 from .terms import METRICS, CrossEntropy, Metric, Term, is_weighted_by_label
@@ -309,6 +310,11 @@ def _expect_all(name: str, given, kinds) -> tuple:
                     f": wrap it, Term({own!r}, function)"
                     if kinds is Term
                     else ": wrap it, Metric(function)"
+                )
+            elif kinds is Term and is_number(part):
+                said = (
+                    f": write CrossEntropy(label_smoothing={part}) or ZLoss({part}), whose "
+                    "argument it may be"
                 )
             elif isinstance(part, (set, frozenset)):
                 said = ": write a list, whose order is the same on all ranks"

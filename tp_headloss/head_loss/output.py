@@ -70,7 +70,13 @@ class HeadLossOutput(NamedTuple):
         return mean_metrics(self)
 
     def backward(self, **keywords):
-        """Call ``loss.backward`` with these keywords."""
+        """Call ``loss.backward`` with these keywords. RuntimeError for a loss per token without a
+        ``gradient``."""
+        if self.loss.numel() != 1 and keywords.get("gradient") is None:
+            raise RuntimeError(
+                f"the loss must be a scalar, got a loss per token, {list(self.loss.shape)}, of "
+                "reduction='none': reduce it first, (out.loss * mask).sum().backward()"
+            )
         self.loss.backward(**keywords)
 
     def __getattr__(self, name: str):

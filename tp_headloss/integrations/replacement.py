@@ -13,7 +13,7 @@ import torch
 class Replacement:
     """Entries of a dict (methods of one model object, engines of a registry) that stand in the
     place of the host's own; `remove` puts those back. As a context manager it removes itself at the
-    end of the block.
+    end of the block, and raises RuntimeError if it was removed before the block began.
 
     Attributes:
         entries: what was installed, by name; nothing after `remove`.
@@ -26,6 +26,7 @@ class Replacement:
         self.place, self.names = place, names
         self.entries: dict[str, Any] = {}
         self._before = {name: place[name] for name in names if name in place}
+        self._uses_before = 0
 
     def install(self, entries: Mapping[str, Any]):
         """Put entries of these names in place."""
@@ -54,16 +55,28 @@ class Replacement:
         if self.entries:
             self.undo()
 
-    def expect_use(self):
-        """Raise RuntimeError if nothing went through the entries in a block that has ended."""
+    def uses(self) -> int:
+        """Return how often something went through the entries, as far as they count it."""
+        return 0
+
+    def expect_use(self, uses: int):
+        """Raise RuntimeError if nothing went through the entries in a block that has ended.
+
+        uses: how often something did within the block.
+        """
 
     def __enter__(self):
+        if not self.entries:
+            raise RuntimeError(
+                "with needs what is installed, got what was removed already: install it anew"
+            )
+        self._uses_before = self.uses()
         return self
 
     def __exit__(self, kind, *_):
         self.remove()
         if kind is None:
-            self.expect_use()
+            self.expect_use(self.uses() - self._uses_before)
 
 
 @contextmanager

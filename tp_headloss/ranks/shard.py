@@ -25,6 +25,7 @@ from .compiler import constant_for_compile
 resolve_process_group: Callable[[str], dist.ProcessGroup] = _resolve_process_group  # type: ignore[assignment]
 
 CHUNKS = 8
+PADDING_UNIT = 128  # rows: what trainers pad each rank's part of a vocabulary to
 CHUNK_ALIGNMENT = 16  # elements: chunks start at vectorisable addresses
 
 
@@ -213,20 +214,23 @@ class VocabShard:
                 "of a group that exists"
             )
 
-    def expect_width(self, name: str, size: int, each: str):
-        """Raise ValueError, with a likely reason, unless there is a column, or row, for each id."""
+    def expect_width(self, name: str, size: int, each: str, other_size: int | None = None):
+        """Raise ValueError, with a likely reason, unless there is a column, or row, for each id.
+
+        other_size: of a matrix's other dimension, which may be the one that is meant.
+        """
         if size == self.width:
             return
         total = size * self.world_size
         if self.world_size > 1 and size in (self.vocab_size, self.padded_size):
             why = f"these look like gathered {each}; if they are one rank's, vocab_size is that of all ranks, {total}"
-        elif size > self.width and total >= self.vocab_size:
+        elif other_size == self.width:
+            why = f"transposed? It has {self.width} columns: pass its .t()"
+        elif size > self.width and self.vocab_size <= total <= self._most_padded():
             why = f"a padded vocabulary? VocabShard.from_group(group, {self.vocab_size}, padded_size={total})"
         else:
-            group = (
-                "; if these are one rank's, make the shard with its group, after init_process_group"
-            )
-            why = f"is vocab_size={self.vocab_size} right?" + group * (self.group is None)
+            alone = self.says_alone()
+            why = f"is vocab_size={self.vocab_size} right?" + (alone and f"; {alone}")
             if name == "logits":
                 why += (
                     "; hidden states need their weight: linear_vocab_statistics, HeadLoss.linear, "
@@ -234,6 +238,26 @@ class VocabShard:
                 )
         bounds = f"{self.width} {each} [{self.start}, {self.stop})"
         raise ValueError(f"{name} must have the shard's {bounds}, got {size} ({why})")
+
+    def _most_padded(self) -> int:
+        """Return the largest size that a vocabulary of this one is padded to, as Megatron pads it:
+        whole multiples of 128 on each rank."""
+        unit = PADDING_UNIT * self.world_size
+        return -(-self.vocab_size // unit) * unit
+
+    def says_alone(self) -> str:
+        """Return words for errors where one rank alone owns the vocabulary, maybe by mistake; ""
+        where several share it."""
+        if self.world_size > 1:
+            return ""
+        if self.group is None:
+            return (
+                "if these are one rank's, make the shard with its group, after init_process_group"
+            )
+        return (
+            "the shard's group has 1 rank: if others have the rest of the vocabulary, make the "
+            "shard with the group of them all"
+        )
 
     def _set_chunks(self, whole: bool):
         """Set the fields that depend on whether all shards of the group are of whole chunks."""

@@ -22,6 +22,8 @@ STATISTICS = "vocab_statistics, linear_vocab_statistics, log_probs"
 CALLS = f"HeadLoss.forward, HeadLoss.linear, {STATISTICS}, {SEARCHES}"
 KLS = "beta, kl_loss_coef, kl_coef, kl_coeff"
 BONUSES = "entropy_coeff, entropy_coef"
+# which no user writes: a host that calls gives them beside others
+HOSTS = ("output_layer",)
 MASKS = "mask, loss_mask, response_mask, completion_mask, attention_mask"
 SETS = "kept_ids, sampling_mask"
 RECORDS_OF_TEACHERS = "Teacher, TopKTeacher, TeacherHead"
@@ -249,6 +251,12 @@ WRITTEN = (
     ),
     Alias(MASKS, "verl, TRL, Megatron, Transformers", "input", MASK),
     Alias(MASKS, "verl, TRL, Megatron, Transformers", LOSSES, MASK),
+    Alias(
+        "output_layer",
+        "Megatron",
+        LOSSES,
+        "install(model, ..) of integrations.megatron, or a MegatronHead as the output_processor",
+    ),
     Alias(SETS, "ours, vLLM", "input", "'sets'"),
     Alias(SETS, "ours, vLLM", LOSSES, 'inputs={"sets": IdSets(..)}'),
     Alias(SETS, "ours, vLLM", "vocab_statistics, linear_vocab_statistics", "sets=IdSets(..)"),
@@ -346,7 +354,7 @@ def refuse_keywords(function, unknown: Iterable[str], takes_others: bool):
     """
     name = function.__qualname__
     result = getattr(function, "__annotations__", {}).get("return")
-    for keyword in sorted(unknown):
+    for keyword in sorted(unknown, key=lambda x: (x not in HOSTS, x)):
         found = [x.ours for x in ALIASES if x.name == keyword and name in x.of.split(", ")]
         if {name, result} & OF_CALLS:
             for place, text in PLACES.items():

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Annotated, Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,12 +12,13 @@ import torch.distributed as dist
 from ...arguments.linear import Mode
 from ...arguments.options import Options, Transform
 from ...arguments.teachers import TeacherHead
-from ...head_loss import CrossEntropy, HeadLoss, HeadLossOutput, Metric, Term
+from ...head_loss import CrossEntropy, HeadLoss, HeadLossOutput, Metric
 from ...head_loss.output import Observed
+from ...head_loss.terms import Metrics, Terms
 from ...linear_head import Linear
 from ...ranks.comm import HiddenGrad
 from ...ranks.shard import VocabShard
-from ...spec import CheckedBy, Instance, Size, TupleOf, checked
+from ...spec import TOKEN_WEIGHT, AnyOf, Instance, Size, checked, sizes_of
 from .. import require
 from ..replacement import replaced
 
@@ -26,7 +27,6 @@ REFUSED_OPTIONS = {
     "defer_embedding_wgrad_compute": "dW is computed in the backward",
     "fp8_output_proj": "logits are computed in the type of the weight; fused=False keeps Megatron's MXFP8 output layer",
 }
-Terms: TypeAlias = Annotated[Sequence[Term], TupleOf(Instance(Term))]
 # if ignore_index is None, every label outside of the vocabulary becomes this ignored label
 IGNORED_LABEL = -100
 
@@ -45,12 +45,14 @@ class MegatronHead(Observed):
             vocabulary gives NaN. With None, as in Megatron, the caller's loss mask decides which
             tokens count: labels outside of the vocabulary have loss 0 and no gradient (in Megatron
             lse - max, no cross-entropy: the mask must be 0 there).
-        terms, metrics, compile: as in `HeadLoss`; the default term is cross-entropy.
-        depth_terms: terms of the depths of multi-token prediction; None: `terms`. The input
-            "teacher" of such a term is the main head itself, detached, where it predicts the same
-            token, so that ``[Distillation(1.0, "cross_entropy")]`` makes its distribution the
-            depths' soft targets, and no logits exist. It needs `install` or `MegatronHeadMixin`,
-            and fused=True.
+        terms, metrics, compile: as in `HeadLoss`; the default term is cross-entropy. Sums and means
+            are over tokens whose label is not ignored, since Megatron applies its loss mask later;
+            in one sweep, which knows the mask, they are weighted by it.
+        depth_terms: one `Term`, or a list, of the depths of multi-token prediction; None: `terms`.
+            The input "teacher" of such a term is the main head itself, detached, where it predicts
+            the same token, so that ``Distillation(1.0, "cross_entropy")`` makes its distribution
+            the depths' soft targets, and no logits exist. It needs `install` or
+            `MegatronHeadMixin`, and fused=True.
         vocab_size: number of ids of the tokenizer, not the padded number that Megatron calls
             vocab_size. Rows beyond it are padding and do not enter the softmax. None, or the padded
             number: all rows do, as in Megatron.
@@ -59,16 +61,21 @@ class MegatronHead(Observed):
             "recompute" (also the meaning of "auto") allows any use of the losses. Mode "one_sweep"
             saves a GEMM, and is right only if a number times ``(losses * loss_mask).sum()`` is
             differentiated, for the ``loss_mask`` [b, s] that the model's forward got (None: ones);
-            all gradients are NaN otherwise. It does not apply to losses of multi-token prediction.
+            all gradients are NaN otherwise, and losses are 0 where the mask is. It does not apply
+            to losses of multi-token prediction.
         options: `Options`, for example ``inplace=True`` for fused=False.
         observe: function that is called with the `HeadLossOutput` of each call, without graph and
-            statistics; each depth of multi-token prediction is one. Sums are over all tokens, in
-            one sweep weighted by the loss mask.
+            statistics. With multi-token prediction a forward makes 1 + D calls in Megatron's order:
+            depths 1 to D, then the main head.
 
     Attributes:
         last: `HeadLossOutput` of the last call (with depths: of the main head), without graph and
-            statistics.
+            statistics. Its ``loss`` is the losses [b, s] that Megatron gets.
+        shard: `VocabShard` of the last call; None before the first. Its group is one that
+            `mean_metrics` refuses as long as the head exists.
     """
+
+    shard: VocabShard | None = None
 
     def __init__(
         self,
@@ -76,7 +83,7 @@ class MegatronHead(Observed):
         ignore_index: int | None,
         terms: Terms | None = None,
         depth_terms: Terms | None = None,
-        metrics: Annotated[Sequence, CheckedBy("names and `Metric`s")] = (),
+        metrics: Metrics = (),
         vocab_size: Size | None = None,
         linear: Linear | None = None,
         options: Options | None = None,
@@ -114,12 +121,13 @@ class MegatronHead(Observed):
         self.observe = observe
 
     @classmethod
+    @checked
     def from_head_loss(cls, head_loss: HeadLoss) -> MegatronHead:
         """Return a MegatronHead with the terms, metrics, ignore_index, options and compile of a
         HeadLoss.
 
-        ValueError for a reduction other than "mean" and "none": Megatron averages the losses
-        itself, by its loss mask.
+        TypeError for anything else, ValueError for a reduction other than "mean" and "none":
+        Megatron averages the losses itself, by its loss mask.
         """
         if head_loss.reduction not in ("mean", "none"):
             raise ValueError(
@@ -134,11 +142,55 @@ class MegatronHead(Observed):
             compile=head_loss.compile_terms,
         )
 
-    def __call__(
+    def facts(self) -> dict[str, Any]:
+        """Return the settings that all ranks of the output layer's group must have alike, by
+        name."""
+        return {
+            "terms": self.head_loss.terms,
+            "depth_terms": self.depth_loss.terms,
+            "metrics": self.head_loss.metrics,
+            "ignore_index": self.ignore_index,
+            "linear": self.linear,
+            "options": self.head_loss.options,
+        }
+
+    def refuse_unused(self, config, fused: bool):
+        """Raise ValueError for options, or terms for depths, that nothing would use in a model of
+        this config."""
+        if not fused and self.linear != Linear():
+            raise ValueError(
+                "linear needs fused=True, where there are hidden states, got fused=False and "
+                f"{self.linear}"
+            )
+        options = self.head_loss.options
+        if fused and options is not None and options.inplace:
+            raise ValueError(
+                "Options(inplace=True) is for logits, fused=False: a fused head has none, got "
+                "fused=True"
+            )
+        depths = getattr(config, "mtp_num_layers", None)
+        if self.depth_terms is not None and not (fused and depths):
+            raise ValueError(
+                "depth_terms need fused=True and a model with depths of multi-token prediction, "
+                f"got fused={fused} and mtp_num_layers={depths}"
+            )
+
+    def __call__(self, *args, **given):
+        """Return the losses [b, s], or the logits without labels. Arguments are those of an
+        ``output_processor``. TypeError for others: only a model calls it."""
+        if args or "output_layer" not in given:
+            raise TypeError(
+                "a MegatronHead must be called by a model's forward, which hands it the output "
+                f"layer, got {len(args)} arguments by position and {sorted(given)}: write "
+                "install(model, head), or model(.., labels=labels, output_processor=head); for "
+                "hidden states of your own, HeadLoss(..).linear(hidden, weight, labels, shard=..)"
+            )
+        return self._process(**given)
+
+    def _process(
         self, *, hidden_states, output_layer, output_weight, labels, scale_logits, config, **rest
     ):
-        """Return the losses [b, s], or the logits without labels. Arguments are those of an
-        ``output_processor``."""
+        """Return what GPTModel's forward returns: the losses, or the logits without labels."""
         if labels is None:
             gather = rest.get("runtime_gather_output")
             logits, _ = output_layer(
@@ -175,6 +227,8 @@ class MegatronHead(Observed):
             labels, loss_mask: [b, s] replicated. The mask is used in one sweep only.
             config: the model's TransformerConfig.
         """
+        if loss_mask is not None:
+            TOKEN_WEIGHT.check("loss_mask", loss_mask, sizes_of("labels", labels, labels.shape))
         one_sweep = self.linear.mode == "one_sweep" and torch.is_grad_enabled()
         mode: Mode = "one_sweep" if one_sweep else "recompute"
         weight, labels, given = self._linear_arguments(weight, layer, labels, config, mode)
@@ -216,7 +270,7 @@ class MegatronHead(Observed):
         """Weight, labels [s, b] and keyword arguments of `HeadLoss.linear` for an output layer."""
         weight = layer.weight if weight is None else weight
         refuse_options(config, layer)
-        shard = layer_shard(layer.tp_group, weight.shape[0], self.vocab_size)
+        self.shard = shard = layer_shard(layer.tp_group, weight.shape[0], self.vocab_size)
         bias, linear = (
             None if layer.skip_bias_add else layer.bias,
             linear_options(self.linear, layer, weight, mode),
@@ -238,22 +292,25 @@ class MegatronHead(Observed):
                 f"logits must be this rank's {columns} columns, got {logits.shape[-1]}: the model "
                 "must have parallel_output=True and be called without runtime_gather_output"
             )
-        shard = layer_shard(layer.tp_group, columns, self.vocab_size)
+        self.shard = shard = layer_shard(layer.tp_group, columns, self.vocab_size)
         return self._observed_losses(
             self.head_loss(logits, self._labels(labels, shard), shard=shard)
         )
 
     def _labels(self, labels, shard) -> torch.Tensor:
         """Labels [s, b], the order of Megatron's logits, with unknown labels ignored if
-        ignore_index is None."""
+        ignore_index is None. ValueError unless there are [b, s] of them."""
+        if labels.dim() != 2:
+            raise ValueError(f"labels must be [b, s], got {list(labels.shape)}")
         labels = labels.transpose(0, 1)
         if self.ignore_index is None:
             labels = labels.masked_fill((labels < 0) | (labels >= shard.vocab_size), IGNORED_LABEL)
         return labels
 
     def _observed_losses(self, out: HeadLossOutput) -> torch.Tensor:
-        """Losses [b, s] of an output."""
-        return self.observed(out).loss.transpose(0, 1).contiguous()
+        """Losses [b, s] of an output, which is observed with them."""
+        out = out._replace(loss=out.loss.transpose(0, 1).contiguous())
+        return self.observed(out).loss
 
 
 def _no_metrics(stats) -> dict[str, torch.Tensor]:
@@ -282,6 +339,15 @@ class _LossesOfSum(torch.autograd.Function):
         factor = torch.where(square > 0, (grad * weight).sum() / square, 0.0)
         far = (grad - factor * weight).abs() > 1e-5 * (factor * weight).abs().amax()
         return torch.where(far.any(), torch.nan, factor), None, None
+
+
+def megatron_head(name: str, head, optional: bool = False) -> MegatronHead | None:
+    """Return a `MegatronHead` as it is, one of a `HeadLoss`, and None if it is `optional`.
+
+    TypeError for anything else, ValueError as in `MegatronHead.from_head_loss`.
+    """
+    AnyOf((Instance(MegatronHead), Instance(HeadLoss)), optional).check(name, head, {})
+    return MegatronHead.from_head_loss(head) if isinstance(head, HeadLoss) else head
 
 
 def layer_shard(group, width: int, vocab_size: int | None) -> VocabShard:

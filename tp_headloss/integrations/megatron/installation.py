@@ -6,25 +6,31 @@ from __future__ import annotations
 import contextlib
 import inspect
 import types
+from dataclasses import replace
 from typing import Annotated, Any
 
 import torch
 from torch.nn import functional as F
 
+from ...arguments.options import Options
+from ...call.agreement import Agreement
 from ...head_loss import HeadLoss
-from ...linear_head import Linear
+from ...ranks.shard import VocabShard
 from ...spec import AnyOf, CheckedBy, Instance, checked
 from .. import require
 from ..replacement import Replacement, evaluating, expect_close, replaced
-from .head import MegatronHead, refuse_options
+from .head import MegatronHead, layer_shard, refuse_options
 from .postprocess import postprocess
+
+# heads that differ between ranks would make them wait for each other, or lose the loss silently
+ALIKE = Options(validate="full")
 
 
 class Installed(Replacement):
     """The methods that `install` has put into a model; `remove` takes them out again.
 
     As a context manager it removes them at the end of the block, and raises RuntimeError if they
-    computed no loss.
+    computed no loss in it, or were removed before it.
 
     Attributes:
         head: the `MegatronHead`.
@@ -41,8 +47,11 @@ class Installed(Replacement):
         before it."""
         return self.head.last
 
-    def expect_use(self):
-        if not self.calls:
+    def uses(self) -> int:
+        return self.calls
+
+    def expect_use(self, uses: int):
+        if not uses:
             raise RuntimeError(
                 "no loss came through the installed head: is this the model that is trained?"
             )
@@ -57,7 +66,8 @@ def install(
 ) -> Installed:
     """Put a head into one model, and compare its losses with the model's own.
 
-    All ranks of the output layer's group call this together. A check call with random hidden states
+    All ranks of the output layer's group call this together. They compare their heads, and all
+    raise if one of them has other settings or an error. A check call with random hidden states
     follows: the losses must come from the head and have the right shape, and, if the head computes
     what the model does (no terms of its own, no vocab_size), be equal to the model's own losses.
     After an error the model is as it was before.
@@ -72,17 +82,22 @@ def install(
     Raises:
         TypeError: `model` is no model, `head` no head, or the output layer is not Megatron's own.
         ValueError: the model has no output layer (it is not the last chunk of the last pipeline
-            stage), its loss is replaced already, or its config asks the output layer for something
-            that the head does not do.
+            stage), its loss is replaced already, its output layer gathers logits
+            (parallel_output=False), its config asks that layer for something that the head does not
+            do, or ranks have other heads.
         RuntimeError: the check failed.
     """
     require("megatron-core")
     head = MegatronHead.from_head_loss(head) if isinstance(head, HeadLoss) else head
     model, owner = _checked_model(model, fused)
-    _refuse_unused(model, head, fused)
     # gets hidden states and labels
     entry = "_postprocess" if hasattr(owner, "_postprocess") else "forward"
-    _refuse_replaced(model, fused and (entry, owner))
+    with Agreement(ALIKE, _rows_of_this_rank(model)) as agreement:
+        _refuse_layer(model, fused)
+        head.refuse_unused(model.config, fused)
+        _refuse_replaced(model, fused and (entry, owner))
+        shard = layer_shard(_group(model), _weight(model).shape[0], head.vocab_size)
+        agreement.record("install", shard, fused=fused, **head.facts())
     stock: Any = getattr(owner, entry, None)
 
     def compute_language_model_loss(self, labels, logits):
@@ -98,19 +113,21 @@ def install(
     functions = {"compute_language_model_loss": compute_language_model_loss}
     functions |= {entry: fused_entry} if fused else {}
     stock_losses = _check_call(model, head, fused)
-    installed, calls_before, observe = Installed(model, head, *functions), head.calls, head.observe
+    installed, calls_before = Installed(model, head, *functions), head.calls
+    observe, linear = head.observe, head.linear
     try:
         # bound methods, so that a copy of the model calls them with itself
         installed.install(
             {name: types.MethodType(function, model) for name, function in functions.items()}
         )
-        head.observe = None
+        # any number of tokens, which nobody observes
+        head.observe, head.linear = None, replace(linear, max_valid_tokens=None)
         _compare(_check_call(model, head, fused), stock_losses, head, calls_before)
     except BaseException:
         installed.undo()
         raise
     finally:
-        head.observe, head.last = observe, None
+        head.observe, head.linear, head.last = observe, linear, None
     installed.calls = 0
     return installed
 
@@ -136,30 +153,37 @@ def _checked_model(model, fused):
             "this model has no output layer: install on the last pipeline stage alone, in its last "
             "chunk"
         )
-    owner = next(cls for cls in classes if isinstance(model, cls))
+    return model, next(cls for cls in classes if isinstance(model, cls))
+
+
+def _group(model):
+    """Return the process group of a model's output layer, or None if the layer knows none."""
+    return getattr(model.output_layer, "tp_group", None)
+
+
+def _rows_of_this_rank(model) -> VocabShard | None:
+    """Return the shard of all rows of a model's output layer, None if the layer knows no group."""
+    group = _group(model)
+    return None if group is None else layer_shard(group, _weight(model).shape[0], None)
+
+
+def _weight(model) -> torch.Tensor:
+    """Return the weight [v/P, h] of a model's output layer, which may be that of its embedding."""
+    if model.share_embeddings_and_output_weights:
+        return model.shared_embedding_or_output_weight()
+    return model.output_layer.weight
+
+
+def _refuse_layer(model, fused: bool):
+    """Raise ValueError or TypeError if the output layer computes something else than the head."""
+    layer = model.output_layer
+    if getattr(layer, "gather_output", False) and layer.tp_group.size() > 1:
+        raise ValueError(
+            "the model must have parallel_output=True, got False: its output layer gathers the "
+            "logits of all ranks, for which Megatron's own loss is wrong"
+        )
     if fused:
-        refuse_options(model.config, model.output_layer)
-    return model, owner
-
-
-def _refuse_unused(model, head, fused):
-    """Raise ValueError if the head has options, or terms for depths, that nothing would use."""
-    if not fused and head.linear != Linear():
-        raise ValueError(
-            "linear needs fused=True, where there are hidden states, got fused=False and "
-            f"{head.linear}"
-        )
-    if fused and head.head_loss.options is not None and head.head_loss.options.inplace:
-        raise ValueError(
-            "Options(inplace=True) is for logits, fused=False: a fused head has none, got "
-            "fused=True"
-        )
-    depths = getattr(model.config, "mtp_num_layers", None)
-    if head.depth_terms is not None and not (fused and depths):
-        raise ValueError(
-            "depth_terms need fused=True and a model with depths of multi-token prediction, got "
-            f"fused={fused} and mtp_num_layers={depths}"
-        )
+        refuse_options(model.config, layer)
 
 
 def _fused_classes() -> tuple[type, ...]:
@@ -214,12 +238,7 @@ def _comes_with_megatron(function) -> bool:
 def _check_call(model, head, fused) -> torch.Tensor:
     """Losses [1, s] of random hidden states or logits, equal on all ranks, as the model computes
     them now."""
-    layer, group = model.output_layer, model.output_layer.tp_group
-    weight = (
-        model.shared_embedding_or_output_weight()
-        if model.share_embeddings_and_output_weights
-        else layer.weight
-    )
+    layer, group, weight = model.output_layer, model.output_layer.tp_group, _weight(model)
     generator, count = torch.Generator().manual_seed(0), 2 * group.size()
     depths = 1 + (getattr(model.config, "mtp_num_layers", None) or 0)
     labels = torch.randint(

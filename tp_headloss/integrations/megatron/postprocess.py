@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..replacement import replaced
-from .head import MegatronHead
+from .head import MegatronHead, megatron_head
 from .soft_targets import main_states_of
 
 if TYPE_CHECKING:
@@ -20,14 +20,61 @@ else:
     GPTModel = object  # the class that it is mixed into has Megatron's
 
 
+ENTRY = "_postprocess"  # GPTModel's method between its last layer and its loss
+
+
 class MegatronHeadMixin(GPTModel):
     """The fused head for a subclass of GPTModel, ``class Model(MegatronHeadMixin, GPTModel)``,
     without `install`.
 
-    Set ``model.megatron_head`` to a `MegatronHead`. While it is None, the model is Megatron's own.
+    Set ``model.megatron_head`` to a `MegatronHead`, or to a `HeadLoss`, of which one is made. While
+    it is None, the model is Megatron's own. No check call follows, and ranks do not compare their
+    heads.
+
+    Raises:
+        TypeError: of the class statement, if the mixin stands behind GPTModel, whose methods would
+            win, or before a class without ``_postprocess``; of the assignment, for anything else
+            than a head.
+        ValueError: of the assignment, for options and depth_terms that `install` refuses, and
+            before ``super().__init__``.
     """
 
     megatron_head: MegatronHead | None = None
+
+    def __init_subclass__(cls, **keywords):
+        super().__init_subclass__(**keywords)
+        place = cls.__mro__.index(MegatronHeadMixin)
+        first = [x for x in cls.__mro__[:place] if not issubclass(x, MegatronHeadMixin)]
+        if hiding := _with_a_loss(first):
+            raise TypeError(
+                f"{cls.__name__} must name MegatronHeadMixin first, got {hiding} before it, whose "
+                f"methods win: write class {cls.__name__}(MegatronHeadMixin, {hiding})"
+            )
+        others = cls.__mro__[place + 1 :]
+        if (other := _with_a_loss(others)) and not hasattr(super(), ENTRY):
+            raise TypeError(
+                f"MegatronHeadMixin must be mixed into a GPTModel, got {other}, which has no "
+                f"{ENTRY}: use install(model, head)"
+            )
+        if "megatron_head" in vars(cls):
+            cls.megatron_head = megatron_head("megatron_head", cls.megatron_head, optional=True)
+
+    def __setattr__(self, name, value):
+        # also because torch keeps a module, as a HeadLoss is, where the class's None hides it
+        if name == "megatron_head":
+            value = self._checked_head(value)
+        super().__setattr__(name, value)
+
+    def _checked_head(self, value) -> MegatronHead | None:
+        head = megatron_head("megatron_head", value, optional=True)
+        if head is not None:
+            if "config" not in vars(self):
+                raise ValueError(
+                    "megatron_head must be set after super().__init__(..), got it before: the "
+                    "model has no config yet"
+                )
+            head.refuse_unused(self.config, fused=True)
+        return head
 
     def _postprocess(self, *args, **kwargs):
         original = super()._postprocess
@@ -38,6 +85,13 @@ class MegatronHeadMixin(GPTModel):
         if self.megatron_head is None:
             return super().compute_language_model_loss(labels, logits)
         return self.megatron_head.losses_from_logits(logits, labels, self.output_layer)
+
+
+def _with_a_loss(classes) -> str:
+    """Return the name of the first of these classes with an entry or a loss of its own, "" if none
+    has."""
+    methods = ENTRY, "compute_language_model_loss"
+    return next((x.__name__ for x in classes if any(m in vars(x) for m in methods)), "")
 
 
 def postprocess(model, head: MegatronHead | None, original, *, labels=None, **rest):

@@ -280,8 +280,11 @@ class InstalledEngine(Replacement):
         """Number of micro-batches that the head has computed."""
         return self.engine_class.calls
 
-    def expect_use(self):
-        if not self.calls and not self.engine_class.calls_without_head:
+    def uses(self) -> int:
+        return self.calls + self.engine_class.calls_without_head
+
+    def expect_use(self, uses: int):
+        if not uses:
             raise RuntimeError(
                 "the head has computed nothing: were engines made inside of the block, for "
                 "'megatron'?"
