@@ -221,9 +221,17 @@ def ranks_that_differ(group):
         same(lambda: install(model, head), "ranks must agree on terms")  # noqa: B023
     same(lambda: install(model, head_of(), fused=not other), "ranks must agree on fused")
     on_one = "on rank 1 of the group: "
-    for head in (head_of(vocab_size=V + 1), INPLACE):
+    scattered = head_of(linear=Linear(hidden_grad="reduce_scatter"))
+    for head in (
+        head_of(vocab_size=V + 1),
+        INPLACE,
+        scattered,
+        head_of(linear=Linear(main_grad=True)),
+    ):
         given = head if other else head_of()
         same(lambda: install(model, given), on_one)  # noqa: B023
+    given = ZLoss(1.0) if other else head_of()
+    same(lambda: install(model, given), on_one + "head must be", TypeError)
     model.config.fp8_output_proj = other
     same(lambda: install(model, head_of()), on_one + "fp8_output_proj=True")
     model.config.fp8_output_proj = False
@@ -265,6 +273,9 @@ def arguments_of_another_form(group):
     if m.HAS_PROCESSOR:
         wrong = lambda: run(model, output_processor=HeadLoss())  # noqa: E731
         refused(wrong, "or a MegatronHead as the output_processor", TypeError)
+        with install(model, head_of()):
+            refused(lambda: run(model, output_processor=head_of()), "without output_processor=")
+            run(model)
     return {}
 
 

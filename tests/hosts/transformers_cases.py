@@ -425,7 +425,7 @@ def adapters(group):
             loss = model(**inputs, fused_lm_head=True).loss.detach()
         torch.testing.assert_close(loss, own_states[0])
     # a loss function of the wrapper would be called by nobody
-    refused(lambda: causal_lm_loss(model), "PEFT: model.get_base_model()", TypeError)
+    refused(lambda: causal_lm_loss(model), "PEFT: base = model.get_base_model()", TypeError)
     for variant in ({"use_dora": True}, {"lora_bias": True}):
         model = AutoModelForCausalLM.from_config(config_of())
         model = get_peft_model(

@@ -11,13 +11,26 @@ import accelerate
 import torch
 import torch.distributed as dist
 from cases import main, number_of_ranks, refused
+from peft import LoraConfig, get_peft_model
+from torch.nn import DataParallel
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers_cases import CONFIGS, OWN_PLAN, batch, config_of, models, set_loss_function
 
-from tp_headloss import CrossEntropy, HeadLoss, Linear, Term, Transform, VocabShard, ZLoss
+from tp_headloss import (
+    CausalLMLoss,
+    CrossEntropy,
+    HeadLoss,
+    Linear,
+    Term,
+    Transform,
+    VocabShard,
+    ZLoss,
+)
 from tp_headloss.integrations.transformers import causal_lm_loss, colwise_plan, fuse_head
 from tp_headloss.integrations.transformers.model_parts import HEAD_ARGUMENTS
 from tp_headloss.integrations.trl import READ, fuse_log_probs
+from tp_headloss.spec.aliases import ALIASES
 
 accelerate.Accelerator.multi_device = property(lambda self: self.use_distributed)
 
@@ -255,7 +268,182 @@ def words(group):
     return {}
 
 
+def aliases(group):
+    """Somebody else's word for ours, in each kind of call, is an error that says what to write."""
+    names = {alias.name for alias in ALIASES if alias.of not in ("value", "term", "metric")}
+    names |= {"num_items", "head_input", "skip_logits", "transform", "outputs"}
+    assert len(names) > 60 and names > {"loss_mask", "weight", "advantages", "temperature", "beta"}
+    for name in INSTALL:
+        model, read = fused_model(name), READ if name == "fuse_log_probs" else HEAD_ARGUMENTS
+        taken = {*inspect.signature(type(model).forward).parameters, *read, "attention_mask"}
+        # transformers gives one to its loss_function, and its attention refuses the other
+        taken |= {"vocab_size", "softcap"} if name == "causal_lm_loss" else set()
+        for word in names - taken:
+            refused(
+                partial(model, **given_to(name), **{word: 1}),
+                f"got the keyword {word!r}, which nothing reads: write ",
+                TypeError,
+            )
+    says = {
+        "num_items": "write num_items_in_batch=",
+        "head_input": "write head_inputs=",
+        "advantages": 'write head_inputs={"advantages": ..}',
+        "old_log_probs": "write head_inputs={'old_log_prob': ..}",
+        "loss_mask": "write labels of -100",
+        "label_smoothing": "write fuse_head(model, HeadLoss(CrossEntropy(label_smoothing=0.1)))",
+        "group": "write fuse_head(model, shard=VocabShard.from_group(group, vocab_size))",
+        "outputs": "fuse_log_probs(model, outputs=..) does",
+        "dim": "logits are the model's own",
+        "target": "write labels=",
+    }
+    model = fused_model("fuse_head")
+    for word, said in says.items():
+        refused(partial(model, **given_to("fuse_head"), **{word: 1}), said, TypeError)
+    # an argument of another one of the three, at the installation
+    for install, word, said in (
+        (causal_lm_loss, "linear", "write fuse_head(model, linear=..)"),
+        (fuse_head, "outputs", "write fuse_log_probs(model, outputs=..)"),
+        (fuse_log_probs, "head_loss", "write fuse_head(model, head_loss=..)"),
+        (causal_lm_loss, "labels", "write model.loss_function = causal_lm_loss(model, ..)"),
+    ):
+        refused(partial(install, model, **{word: 1}), said, TypeError)
+    return {}
+
+
+# ---- a loss that the model never calls
+
+
+def plain():
+    """A model of one rank."""
+    return AutoModelForCausalLM.from_config(config_of())
+
+
+def assigned(group):
+    """A Module as loss_function, and a function on a wrapper: errors of all three ways, before and
+    after an installation."""
+    for loss, install in itertools.product((HeadLoss(), CausalLMLoss()), INSTALL.values()):
+        model = plain()
+        model.loss_function = loss
+        refused(lambda i=install, m=model: i(m), "model.loss_function must be a function, got a ")
+        del model.loss_function
+        install(model)
+        model.loss_function = loss
+        for more in ({}, {"fused_lm_head": True}):
+            if install is not fuse_log_probs or more:
+                refused(
+                    partial(model, **batch(), **more),
+                    f"must be a function, got a {type(loss).__name__}, which is a Module",
+                )
+    for wrap in (lambda m: get_peft_model(m, LoraConfig(target_modules=["q_proj"])), DataParallel):
+        model = plain()
+        wrapper = wrap(model)
+        wrapper.loss_function = causal_lm_loss(model)
+        refused(partial(wrapper, **batch()), "must be the loss_function of this LlamaForCausalLM")
+        assert wrapper(input_ids=batch()["input_ids"]).logits.isfinite().all()
+        if wrap is not DataParallel:
+            for install in (fuse_head, fuse_log_probs):
+                refused(lambda i=install, w=wrapper: i(w), "PeftModel.loss_function is not called")
+        del wrapper.loss_function  # and nobody keeps the function
+        assert wrapper(**batch()).loss.isfinite()
+        model.loss_function = causal_lm_loss(model)
+        assert wrapper(**batch()).loss.isfinite() and model.loss_function.calls == 1
+        kept, model.loss_function = model.loss_function, ForCausalLMLoss
+        assert wrapper(**batch()).loss.isfinite() and kept.calls == 1
+        fresh, model.loss_function = causal_lm_loss(model), ForCausalLMLoss
+        assert wrapper(**batch()).loss.isfinite() and not fresh.calls  # put back by name
+    refused(
+        lambda: causal_lm_loss(get_peft_model(plain(), LoraConfig(target_modules=["q_proj"]))),
+        "base = model.get_base_model(), then base.loss_function = causal_lm_loss(base, ..)",
+        TypeError,
+    )
+    for install in INSTALL.values():
+        refused(lambda i=install: i(DataParallel(plain())), "model.module", TypeError)
+    model = plain()
+    model.loss_function = causal_lm_loss(model, HeadLoss([CrossEntropy(), ZLoss(1e-4)]))
+    for install in (fuse_head, fuse_log_probs):
+        refused(lambda i=install: i(model), "the model's loss_function must be transformers'")
+        assert "forward" not in vars(model)
+    model.loss_function = ForCausalLMLoss
+    fuse_log_probs(model)
+    model.loss_function = causal_lm_loss(model)
+    refused(partial(model, **given_to("fuse_log_probs")), "must be transformers' ForCausalLMLoss")
+    model = plain()
+    loss = causal_lm_loss(model)
+    out = model(input_ids=batch()["input_ids"])
+    refused(lambda: loss(out, batch()["labels"]), "compute_loss_func", TypeError)
+    model.loss_function = loss
+    logits = model(input_ids=batch()["input_ids"]).logits
+    refused(
+        lambda: logits.sum().backward(), "model.loss_function(logits, labels) before the backward"
+    )
+    return {}
+
+
+def unfit(group):
+    """Models that cannot have a head say why: without weights, of NaN, of two dtypes, with a
+    head."""
+
+    def nan(model):
+        model.lm_head.weight.data[3] = torch.nan
+
+    def two_dtypes(model):
+        model.bfloat16().lm_head.float()
+
+    def meta(model):
+        model.to("meta")
+
+    for change, said in (
+        (nan, "the model's own loss of a few tokens must be finite, got nan"),
+        (two_dtypes, "the output layer must have the dtype of the hidden states, torch.bfloat16"),
+        (meta, "load the weights first"),
+        (fuse_head, "was replaced already, by FusedHead"),
+        (fuse_log_probs, "was replaced already, by FusedLogProbs"),
+    ):
+        for install in (fuse_head, fuse_log_probs):
+            model = plain()
+            change(model)
+            before = dict(vars(model))
+            refused(lambda i=install, m=model: i(m), said)
+            assert vars(model) == before
+    refused(
+        lambda: fuse_log_probs(plain(), transform=Transform(temperature=0.5)),
+        "write fuse_log_probs(model, temperature=0.5)",
+    )
+    fused = fuse_log_probs(plain(), linear=Linear(max_valid_tokens=40))
+    assert fused.linear.max_valid_tokens == 40
+    return {}
+
+
 # ---- what a loss is divided by, and shards
+
+
+def counts(group):
+    """Each way takes the same counts of tokens, and 0 gives 0."""
+    one = 7 * torch.ones(())
+    for name in INSTALL:
+        model = fused_model(name)
+        of = {
+            n: float(model(**given_to(name, num_items_in_batch=x)).loss)
+            for n, x in {7: 7, "float": 7.0, "tensor": one.long(), "two": one.expand(2)}.items()
+        }
+        assert max(of.values()) - min(of.values()) < 1e-6 and of[7] > 0, of
+        for zero in (0, torch.tensor(0), torch.zeros(1)):
+            assert float(model(**given_to(name, num_items_in_batch=zero)).loss) == 0
+        for wrong, kind in (
+            *((x, ValueError) for x in (-5, float("inf"), torch.tensor(-3), torch.tensor([-1.0]))),
+            *((x, ValueError) for x in (torch.tensor([3, 4]), torch.ones(0))),
+            *((x, TypeError) for x in ("7", True, [7], torch.tensor(True))),
+        ):
+            refused(
+                partial(model, **given_to(name, num_items_in_batch=wrong)),
+                "num_items_in_batch must be ",
+                kind,
+            )
+    model = plain()
+    fuse_head(model, HeadLoss(reduction="sum"))
+    refused(partial(model, **batch(), num_items_in_batch=7), "reduction='sum' divides by nothing")
+    assert model(**batch()).loss.isfinite()
+    return {}
 
 
 def weighted(group):
@@ -325,6 +513,10 @@ CASES = {
     "labels differ": labels_differ,
     "settings differ": settings_differ,
     "words": words,
+    "aliases": aliases,
+    "assigned": assigned,
+    "unfit": unfit,
+    "counts": counts,
     "weighted": weighted,
     "other vocabularies": other_vocabularies,
     "plan alone": plan_alone,

@@ -190,12 +190,9 @@ def refusals(group):
         lambda: model(**batch(), fused_lm_head=True, output_router_logits=True), "auxiliary loss"
     )
     fused.remove()
-    model.loss_function = causal_lm_loss(model)  # of the other path, and stays
-    fuse_log_probs(model).remove()
-    assert (
-        model(**batch()).loss.isfinite()
-        and type(model.loss_function).__name__ == "CausalLMShardLoss"
-    )
+    model.loss_function = causal_lm_loss(model)  # which this head would not call
+    refused(lambda: fuse_log_probs(model), "the model's loss_function must be transformers'")
+    assert model(**batch()).loss.isfinite()
     return {}
 
 

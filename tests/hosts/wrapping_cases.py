@@ -18,6 +18,7 @@ from cases import FULL, main
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from tp_headloss import CrossEntropy, HeadLoss, ZLoss
 from tp_headloss.integrations import installed_version
@@ -232,7 +233,7 @@ def removed(model, installed):
     if hasattr(installed, "remove"):
         installed.remove()
     else:
-        del model._loss_function
+        model.loss_function = ForCausalLMLoss
     return model, state_of(model)
 
 

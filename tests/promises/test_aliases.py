@@ -38,7 +38,7 @@ from tp_headloss import (
     vocab_statistics,
 )
 from tp_headloss.spec import OneOf, lines_within
-from tp_headloss.spec.aliases import ALIASES, KEYWORDS, WRITTEN, rows, synonym
+from tp_headloss.spec.aliases import ALIASES, INSTALLATIONS, KEYWORDS, WRITTEN, rows, synonym
 
 PAGE = Path(__file__).parents[2] / "docs" / "names.md"
 PUBLIC = [getattr(module, name) for module in (tp_headloss, losses) for name in module.__all__] + [
@@ -93,6 +93,8 @@ def test_an_input_is_refused_with_what_to_write(alias):
 def test_a_keyword_is_refused_with_what_to_write(alias):
     for name in alias.of.split(", "):
         owner, _, method = name.partition(".")
+        if owner in INSTALLATIONS:  # hosts have them, and their tests these words
+            continue
         function = getattr(tp_headloss, owner, None) or getattr(losses, owner)
         function = getattr(function, method) if method else function
         assert alias.name not in lines_within(function)

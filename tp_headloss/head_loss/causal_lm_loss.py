@@ -20,7 +20,9 @@ class CausalLMLoss(nn.Module):
     1, the last ignored.
 
     The labels are shifted, so that no logits are copied. Put ``ignore_index`` on packed documents'
-    first labels.
+    first labels. Not for a Transformers model's ``model.loss_function``: it is a Module, which torch
+    files under the model's parts, and the model keeps its own loss. Use
+    `integrations.transformers.causal_lm_loss`.
 
     Args:
         head_loss: by default cross-entropy.

@@ -223,21 +223,23 @@ def expect_token_weight(token_weight, labels, x):
         TOKEN_WEIGHT.check("token_weight", token_weight, sizes_of("labels", x, labels.shape))
 
 
-def expect_denominator(denominator, reduction: str, device: torch.device):
+def expect_denominator(
+    denominator, reduction: str, device: torch.device, name: str = "denominator"
+):
     """Raise TypeError or ValueError unless it is None, a number or a scalar tensor, and goes with
     the reduction.
 
     device: of the logits. A tensor on another device is moved there, except from "meta", where it
-    has no value.
+    has no value. name: what the caller calls it.
     """
     if denominator is None:
         return
     if reduction in ("none", "sum"):
         raise ValueError(f"a denominator goes with a mean, got reduction={reduction!r}")
     if isinstance(denominator, torch.Tensor):
-        SCALAR.check("denominator", denominator, {"device": (device, "logits")})
+        SCALAR.check(name, denominator, {"device": (device, "logits")})
     elif not is_number(denominator):
-        raise TypeError(f"denominator must be a number or a scalar tensor, got {denominator!r}")
+        raise TypeError(f"{name} must be a number or a scalar tensor, got {denominator!r}")
     # NaN is NaN
     elif (
         denominator < 0
@@ -245,7 +247,7 @@ def expect_denominator(denominator, reduction: str, device: torch.device):
         or (denominator > 0 and not fits_fp32(denominator))
     ):
         raise ValueError(
-            f"denominator must be at least 0 and a number that fp32 holds, got {denominator}"
+            f"{name} must be at least 0 and a number that fp32 holds, got {denominator}"
         )
 
 

@@ -75,6 +75,10 @@ class HeadLoss(nn.Module):
     """Weighted terms over one set of statistics: one pass over the logits, one collective, one
     backward kernel.
 
+    Not for a Transformers model's ``model.loss_function``: it is a Module, which torch files under
+    the model's parts, and the model keeps its own loss. Use
+    `integrations.transformers.causal_lm_loss`.
+
     Args:
         terms: one `Term`, or a list of terms with distinct names; by default `CrossEntropy`.
         metrics: names, "accuracy", "entropy", "log_prob", "lse", "perplexity", "rank" and the

@@ -158,7 +158,9 @@ def _call_again(definition: HeadLossDefinition, labels, shard, denominator, inpu
         definition,
         labels,
         None,
-        with_label_weight(definition, labels, None),
+        None
+        if definition.plan.label_weight is None
+        else with_label_weight(definition, labels, None),
         None,
         denominator,
         None,

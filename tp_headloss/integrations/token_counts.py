@@ -55,6 +55,8 @@ def expect_mean_over_tokens(head_loss: HeadLoss, count: str, remedy: str):
     divisor = None
     if head_loss.reduction.startswith("seq-"):
         divisor = f"reduction={head_loss.reduction!r} divides by sequences"
+    if head_loss.reduction == "sum":
+        divisor = "reduction='sum' divides by nothing, as reduction='mean' does by this count"
     weighted = [term.name for term in head_loss.terms if term.token_weight is not None]
     if weighted:
         divisor = f"terms {weighted} divide by the sum of their tokens' weights (class_weight)"

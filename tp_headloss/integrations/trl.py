@@ -26,7 +26,7 @@ from .transformers.model_facts import (
     output_layer,
     without_wrapper,
 )
-from .transformers.model_parts import next_token_labels, refuse_columns
+from .transformers.model_parts import denominator_of, next_token_labels, refuse_columns
 from .transformers.words import refuse_unread
 
 require("trl")
@@ -83,11 +83,11 @@ def fuse_log_probs(
 
     Raises:
         TypeError, ValueError: as in `transformers.fuse_head`; an output that TRL's head does not have; an auxiliary
-            loss of a router. In a call: labels that differ between ranks. In a call without labels: logits of this
-            rank's columns (`transformers.colwise_plan`).
+            loss of a router; a temperature in the transform; a loss_function that TRL would not call. In a call:
+            keywords and ``num_items_in_batch`` as in `transformers.fuse_head`; labels that differ between ranks. In a
+            call without labels: logits of this rank's columns (`transformers.colwise_plan`).
     """
     model = without_wrapper(model)
-    output_layer(model)
     trl_forward, settings = _trl_forward_and_settings(model)
     given = {
         "temperature": temperature,
@@ -114,11 +114,18 @@ class FusedLogProbs(InstalledForward):
     removes itself."""
 
     def __init__(self, model, trl_forward, settings, linear, shard, transform):
-        # at temperature 1 until the check has compared the loss with the model's own
-        self.linear, self.settings = checked_linear(linear), {**settings, "temperature": 1.0}
-        agreed = {"linear": self.linear, **settings}
+        # at temperature 1 and of any number of tokens until the check has compared the loss with the model's own
+        if transform is not None and transform.temperature != 1:
+            raise ValueError(
+                "transform must have no temperature, which the trainer's own replaces, got "
+                f"{transform}: write fuse_log_probs(model, temperature={transform.temperature})"
+            )
+        wanted = checked_linear(linear)
+        self.linear = replace(wanted, max_valid_tokens=None)
+        self.settings = {**settings, "temperature": 1.0}
+        agreed = {"linear": wanted, **settings}
         super().__init__(model, shard, transform, agreed, trl_forward, fused_lm_head=True)
-        self.settings = settings
+        self.linear, self.settings = wanted, settings
 
     def _forward(self, model, args, kwargs):
         given = named_arguments(self.stock_forward, model, args, kwargs)
@@ -169,6 +176,11 @@ class FusedLogProbs(InstalledForward):
             mask = mask[:, :-1]
             fields = {name: x[:, :-1] for name, x in fields.items()}
         fields = {name: x.masked_fill(~mask, 0) for name, x in fields.items()}
-        tokens = given.get("num_items_in_batch")
-        loss = -fields["log_probs"].sum() / (mask.sum().clamp(min=1) if tokens is None else tokens)
+        total = fields["log_probs"].sum()
+        tokens = denominator_of(None, given.get("num_items_in_batch"), total.device)
+        if tokens is None:
+            loss = -total / mask.sum().clamp(min=1)
+        else:  # as of a HeadLoss, a count of 0 gives 0
+            count = total.new_ones(()) * tokens
+            loss = (-total / count.masked_fill(count == 0, 1)).masked_fill(count == 0, 0)
         return FusedCausalLMOutput(loss=loss, label_mask=mask, **fields)

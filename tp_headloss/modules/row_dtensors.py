@@ -37,7 +37,7 @@ def _ranks_of(shard: VocabShard) -> list[int]:
 def expect_sharded_over(shard: VocabShard, x, what: str):
     """Raise ValueError for a DTensor that is not the matrix, sharded over the shard's group:
     `fully_shard` has taken its rows for all of the matrix."""
-    if shard.group is not None and not _is_matrix(shard, x):
+    if shard.world_size > 1 and not _is_matrix(shard, x):
         raise ValueError(f"{what}: {_why_no_matrix(shard, x)}")
 
 
@@ -49,7 +49,7 @@ def expect_no_rows_of_other_ids(shard: VocabShard, x, name: str):
     each rank for the same ones, and gathers and averages rows of different ids. Ranks of other
     shards, those of data parallelism, have the same rows.
     """
-    if not is_dtensor(x) or shard.group is None or _is_matrix(shard, x):
+    if not is_dtensor(x) or shard.world_size == 1 or _is_matrix(shard, x):
         return
     if len({*_mesh_ranks(x)} & {*_ranks_of(shard)}) > 1:
         raise ValueError(

@@ -45,6 +45,8 @@ RECORDS = {
 }
 # parts of a call of a loss, whose other parts take other arguments
 OF_CALLS = {"Term", "Metric", "CausalLMLoss", "VocabParallelHead.forward", *PLACES}
+# functions of integrations.transformers and .trl, each of which takes what another does not
+INSTALLATIONS = ("fuse_head", "causal_lm_loss", "fuse_log_probs")
 
 
 class Alias(NamedTuple):
@@ -165,6 +167,12 @@ WRITTEN = (
     Alias(KLS, "TRL, verl, RLlib", PRESETS, "kl={}"),
     Alias(KLS, "TRL, verl, RLlib", "PolicyGradient, HeadLoss", "a term, KLToReference({})"),
     Alias(KLS, "TRL, verl, RLlib", "KLToReference", "KLToReference({})"),
+    Alias(
+        "use_bias_correction_kl",
+        "TRL 1.16.0",
+        f"KLToReference, PolicyGradient, HeadLoss, {PRESETS}",
+        'HeadLoss([PolicyGradient(..), KLToReference(beta, "k3", importance_weight="old")], ..)',
+    ),
     Alias(BONUSES, "verl, many", PRESETS, "entropy={}"),
     Alias(BONUSES, "verl, many", "PolicyGradient, HeadLoss", "a term, Entropy({})"),
     Alias(BONUSES, "verl, many", "Entropy", "Entropy({})"),
@@ -304,6 +312,12 @@ WRITTEN = (
     Alias("shard, weight, bias", "ours", HEADS, "VocabParallelHead(.., {}=..), a call takes none"),
     Alias("kl_decay", "SpecForge", "LKLoss", "eta={}"),
     Alias("lk_loss_type", "SpecForge", "LKLoss", "form={}"),
+    Alias(
+        "labels",
+        "Transformers",
+        "causal_lm_loss",
+        "model.loss_function = causal_lm_loss(model, ..), what it returns",
+    ),
     Alias("reference_free", "TRL", "dpo", "reference_chosen and reference_rejected of 0"),
 )
 
@@ -363,6 +377,9 @@ def refuse_keywords(function, unknown: Iterable[str], takes_others: bool):
         for parameter, record in RECORDS.items():
             if parameter in KEYWORDS[name] and keyword in KEYWORDS.get(record, ()):
                 found.append(f"{parameter}={record}({keyword}=..)")
+        if name in INSTALLATIONS:
+            others = [other for other in INSTALLATIONS if keyword in KEYWORDS.get(other, ())]
+            found += [f"{other}(model, {keyword}=..)" for other in others]
         if found or not takes_others:
             said = f": write {found[0]}" if found else hint(keyword, KEYWORDS[name], "keyword")
             raise TypeError(f"{name}() got an unexpected keyword argument {keyword!r}{said}")

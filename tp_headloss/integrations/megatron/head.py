@@ -45,9 +45,11 @@ class MegatronHead(Observed):
             vocabulary gives NaN. With None, as in Megatron, the caller's loss mask decides which
             tokens count: labels outside of the vocabulary have loss 0 and no gradient (in Megatron
             lse - max, no cross-entropy: the mask must be 0 there).
-        terms, metrics, compile: as in `HeadLoss`; the default term is cross-entropy. Sums and means
-            are over tokens whose label is not ignored, since Megatron applies its loss mask later;
-            in one sweep, which knows the mask, they are weighted by it.
+        terms: as in `HeadLoss`; the default term is cross-entropy.
+        metrics: as in `HeadLoss`. Sums and means are over tokens whose label is not ignored, since
+            Megatron applies its loss mask later; in one sweep, which knows the mask, they are
+            weighted by it.
+        compile: as in `HeadLoss`.
         depth_terms: one `Term`, or a list, of the depths of multi-token prediction; None: `terms`.
             The input "teacher" of such a term is the main head itself, detached, where it predicts
             the same token, so that ``Distillation(1.0, "cross_entropy")`` makes its distribution
@@ -66,7 +68,10 @@ class MegatronHead(Observed):
         options: `Options`, for example ``inplace=True`` for fused=False.
         observe: function that is called with the `HeadLossOutput` of each call, without graph and
             statistics. With multi-token prediction a forward makes 1 + D calls in Megatron's order:
-            depths 1 to D, then the main head.
+            depths 1 to D, then the main head. The last d tokens of depth d, for which Megatron has
+            no label, count in its metrics with the label 0.
+
+    Arguments are looked at when a head is made; for others make another one.
 
     Attributes:
         last: `HeadLossOutput` of the last call (with depths: of the main head), without graph and
@@ -161,6 +166,12 @@ class MegatronHead(Observed):
             raise ValueError(
                 "linear needs fused=True, where there are hidden states, got fused=False and "
                 f"{self.linear}"
+            )
+        of_layer = Linear(hidden_grad=self.linear.hidden_grad, main_grad=self.linear.main_grad)
+        if of_layer != Linear():
+            raise ValueError(
+                "linear must leave hidden_grad and main_grad to Megatron's output layer, got "
+                f"hidden_grad={self.linear.hidden_grad!r} and main_grad={self.linear.main_grad}"
             )
         options = self.head_loss.options
         if fused and options is not None and options.inplace:

@@ -19,7 +19,7 @@ from ...ranks.shard import VocabShard
 from ...spec import AnyOf, CheckedBy, Instance, checked
 from .. import require
 from ..replacement import Replacement, evaluating, expect_close, replaced
-from .head import MegatronHead, layer_shard, refuse_options
+from .head import MegatronHead, layer_shard, megatron_head, refuse_options
 from .postprocess import postprocess
 
 # heads that differ between ranks would make them wait for each other, or lose the loss silently
@@ -60,14 +60,14 @@ class Installed(Replacement):
 @checked
 def install(
     model: Annotated[Any, CheckedBy("a model")],
-    head: MegatronHead | HeadLoss,
+    head: Annotated[MegatronHead | HeadLoss, CheckedBy("a `MegatronHead` or a `HeadLoss`")],
     *,
     fused: bool = True,
 ) -> Installed:
     """Put a head into one model, and compare its losses with the model's own.
 
-    All ranks of the output layer's group call this together. They compare their heads, and all
-    raise if one of them has other settings or an error. A check call with random hidden states
+    All ranks of the output layer's group call this together. They compare their heads (of functions
+    the names), and all raise if one of them has other settings or an error. A check call with random hidden states
     follows: the losses must come from the head and have the right shape, and, if the head computes
     what the model does (no terms of its own, no vocab_size), be equal to the model's own losses.
     After an error the model is as it was before.
@@ -76,7 +76,7 @@ def install(
         model: GPTModel or HybridModel, or with fused=False any LanguageModule; wrappers such as DDP
             are seen through.
         head: `MegatronHead`, or a `HeadLoss` of reduction "none", or "mean", which Megatron then
-            computes itself.
+            computes itself: over tokens, also of a term with class weights.
         fused: True: from hidden states, without logits. False: from this rank's logits.
 
     Raises:
@@ -88,46 +88,47 @@ def install(
         RuntimeError: the check failed.
     """
     require("megatron-core")
-    head = MegatronHead.from_head_loss(head) if isinstance(head, HeadLoss) else head
     model, owner = _checked_model(model, fused)
     # gets hidden states and labels
     entry = "_postprocess" if hasattr(owner, "_postprocess") else "forward"
     with Agreement(ALIKE, _rows_of_this_rank(model)) as agreement:
         _refuse_layer(model, fused)
-        head.refuse_unused(model.config, fused)
+        used = megatron_head("head", head)
+        assert used is not None
+        used.refuse_unused(model.config, fused)
         _refuse_replaced(model, fused and (entry, owner))
-        shard = layer_shard(_group(model), _weight(model).shape[0], head.vocab_size)
-        agreement.record("install", shard, fused=fused, **head.facts())
+        shard = layer_shard(_group(model), _weight(model).shape[0], used.vocab_size)
+        agreement.record("install", shard, fused=fused, **used.facts())
     stock: Any = getattr(owner, entry, None)
 
     def compute_language_model_loss(self, labels, logits):
         installed.calls += 1
-        return head.losses_from_logits(logits, labels, self.output_layer)
+        return used.losses_from_logits(logits, labels, self.output_layer)
 
     def fused_entry(self, *args, **kwargs):
         original = types.MethodType(stock, self)
         bound = inspect.signature(original).bind(*args, **kwargs).arguments
         installed.calls += bound.get("labels") is not None
-        return postprocess(self, head, original, **bound)
+        return postprocess(self, used, original, **bound)
 
     functions = {"compute_language_model_loss": compute_language_model_loss}
     functions |= {entry: fused_entry} if fused else {}
-    stock_losses = _check_call(model, head, fused)
-    installed, calls_before = Installed(model, head, *functions), head.calls
-    observe, linear = head.observe, head.linear
+    stock_losses = _check_call(model, used, fused)
+    installed, calls_before = Installed(model, used, *functions), used.calls
+    observe, linear = used.observe, used.linear
     try:
         # bound methods, so that a copy of the model calls them with itself
         installed.install(
             {name: types.MethodType(function, model) for name, function in functions.items()}
         )
         # any number of tokens, which nobody observes
-        head.observe, head.linear = None, replace(linear, max_valid_tokens=None)
-        _compare(_check_call(model, head, fused), stock_losses, head, calls_before)
+        used.observe, used.linear = None, replace(linear, max_valid_tokens=None)
+        _compare(_check_call(model, used, fused), stock_losses, used, calls_before)
     except BaseException:
         installed.undo()
         raise
     finally:
-        head.observe, head.linear, head.last = observe, linear, None
+        used.observe, used.linear, used.last = observe, linear, None
     installed.calls = 0
     return installed
 

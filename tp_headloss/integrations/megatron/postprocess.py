@@ -104,7 +104,10 @@ def postprocess(model, head: MegatronHead | None, original, *, labels=None, **re
         return original(**rest)
     has_hook = "output_processor" in inspect.signature(original).parameters
     if has_hook and rest.get("output_processor") is not None:
-        return original(**rest)
+        raise ValueError(
+            "a model that has a head must be called without output_processor=, got one beside "
+            "labels: leave it out, or remove() the head first"
+        )
     if has_hook and not getattr(model.config, "mtp_num_layers", None):
         return original(**{**rest, "output_processor": head})
     # Megatron's own code runs, with hidden states in place of the logits of all depths

@@ -22,7 +22,7 @@ from ..replacement import Replacement, evaluating, replaced
 from . import copies
 from .forward import FUSED, location, stock_forward
 from .loss_function import CausalLMShardLoss
-from .model_facts import config_transform, installed_shard, output_layer
+from .model_facts import config_transform, expect_own_loss, installed_shard, output_layer
 from .model_parts import HEAD_ARGUMENTS, body_of, refuse_auxiliary_loss, run_body
 
 
@@ -51,12 +51,14 @@ class InstalledForward(Replacement):
         in_place=None,
         **arguments: Any,
     ):
+        output_layer(model)
         super().__init__(vars(model), "forward", "__reduce_ex__", "_replicate_for_data_parallel")
         self.model, self.shard, self.calls, self.checked = model, shard, 0, False
         try:
             if in_place is not None:
                 del model.forward
             self.stock_forward = stock_forward(model)
+            expect_own_loss(model)
             self.transform = (
                 config_transform(model.config.get_text_config()) if transform is None else transform
             )
@@ -136,7 +138,7 @@ class InstalledForward(Replacement):
         # own forward
         del fused_forward.__wrapped__
         vars(fused_forward).update(
-            {"__signature__": inspect.signature(self.stock_forward), FUSED: True}
+            {"__signature__": inspect.signature(self.stock_forward), FUSED: type(self).__name__}
         )
         return fused_forward
 
@@ -148,6 +150,7 @@ class InstalledForward(Replacement):
     def _run_body(self, model, given):
         """Outputs of the body for a call with labels. ValueError for later changes that the head
         would ignore."""
+        expect_own_loss(model)
         (transform, hooks), (own, known) = _heeded_by_stock(model), self._seen
         if type(model).forward is not self.stock_forward:
             raise ValueError(
@@ -265,6 +268,11 @@ def check_forward(model, stock, transform: Transform, shard: VocabShard) -> Stoc
     # FSDP gathers weights in calls of the model itself
     call: Any = model if isinstance(model, FSDPModule) else functools.partial(stock, model)
     _expect_decoder(model, stock)
+    if output_layer(model).weight.is_meta:
+        raise ValueError(
+            f"{type(model).__name__} must have its weights when a head is installed, got an output "
+            "layer on the meta device: load the weights first"
+        )
     spread = torch.arange(8, device=model.get_input_embeddings().weight.device) * max(
         shard.vocab_size // 8, 1
     )
@@ -305,6 +313,15 @@ def check_forward(model, stock, transform: Transform, shard: VocabShard) -> Stoc
             call(input_ids=ids, labels=labels)
             transformed = seen.pop("logits", None)
             own = call(input_ids=ids, labels=labels)
+    except RuntimeError as error:
+        hidden, weight = seen.get("hidden"), output_layer(model).weight
+        if hidden is None or hidden.dtype == weight.dtype:
+            raise
+        raise ValueError(
+            f"the output layer must have the dtype of the hidden states, {hidden.dtype}, got "
+            f"{weight.dtype}, with which the model's own forward fails: convert one of them, "
+            f"model.get_output_embeddings().to({hidden.dtype})"
+        ) from error
     finally:
         for hook in hooks:
             hook.remove()
@@ -312,6 +329,11 @@ def check_forward(model, stock, transform: Transform, shard: VocabShard) -> Stoc
         raise ValueError(
             "the model's forward does not call its loss_function: a fused head does not know its "
             "loss"
+        )
+    if not bool(own.loss.isfinite()):
+        raise ValueError(
+            f"the model's own loss of a few tokens must be finite, got {float(own.loss)}: its "
+            "weights hold NaN or inf, or were never loaded"
         )
     if "hidden" not in seen:
         raise ValueError(

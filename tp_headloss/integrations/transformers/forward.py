@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-# attribute of a forward that computes its own loss, also behind the wrappers of others
+# attribute of a forward that computes its own loss, also behind the wrappers of others: the name of
+# its class
 FUSED = "_is_fused_head"
 
 
@@ -23,9 +24,10 @@ def stock_forward(model):
             "accelerate.hooks.remove_hook_from_module(model, recurse=True), or use causal_lm_loss"
         )
     if own is not None or stock.__module__ != owner.__module__:
+        other = stock if own is None else own
         raise ValueError(
             f"{type(model).__name__}.forward was replaced already, by "
-            f"{location(stock if own is None else own)}: only one can be in the path, so remove "
+            f"{getattr(other, FUSED, location(other))}: only one can be in the path, so remove "
             "the other one (a fused head: its .remove()) or install this one first"
         )
     return stock

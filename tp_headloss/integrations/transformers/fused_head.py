@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable
 
 import torch
-from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ...arguments.options import Transform
 from ...head_loss import HeadLoss, HeadLossOutput
@@ -22,7 +21,6 @@ from .model_facts import (
     MaybeAdapted,
     call_shard,
     checked_linear,
-    deepspeed_facts,
     gathered_head,
     head_operands,
     output_layer,
@@ -63,6 +61,10 @@ def fuse_head(
     ValueError in training, where a Trainer took the labels away, and where it would return this
     rank's columns alone (`colwise_plan`). Other arguments, and ``.last``, as in `causal_lm_loss`.
 
+    ``head_inputs`` [B, S], too: entry t belongs to label t + 1. So a mask is made of the labels as
+    they are scored, ``F.pad(labels[:, 1:], (0, 1), value=-100) != -100``. That of the labels as
+    they are given is another loss, and no error: no value is read.
+
     All ranks of the group install together: they compare these arguments (except observe), and
     three forward passes over eight tokens check that the model does nothing else between its body
     and its loss, and that the loss is the model's own.
@@ -79,7 +81,8 @@ def fuse_head(
             where nobody reads them. Under a `colwise_plan` False is an error in other calls.
 
     Raises:
-        TypeError, ValueError: the forward or the loss function is replaced already, the body or the
+        TypeError, ValueError: the forward or the loss function is replaced already (also by a
+            Module), the model has no weights yet, or a loss that is not finite, the body or the
             output layer is not what it seems (other adapters, quantization, hooks that the head
             would not run), a router has an auxiliary loss, ranks gave other arguments, or the check
             found something; the model is as it was before. In a call with labels:
@@ -88,23 +91,7 @@ def fuse_head(
             in `causal_lm_loss`.
     """
     model = without_wrapper(model)
-    _expect_own_loss(model)
     return FusedHead(model, head_loss, linear, shard, transform, observe, skip_logits)
-
-
-def _expect_own_loss(model):
-    """Raise ValueError for a loss_function of somebody else, over which a fused head would silently
-    win."""
-    deepspeed = deepspeed_facts(output_layer(model))
-    own = deepspeed is not None and isinstance(
-        model.loss_function, deepspeed.VocabParallelCausalLMLoss
-    )
-    if not own and model.loss_function is not ForCausalLMLoss:
-        raise ValueError(
-            "the model's loss_function must be transformers' ForCausalLMLoss, or DeepSpeed's "
-            f"VocabParallelCausalLMLoss for its output layer, got {model.loss_function}: give a "
-            "HeadLoss to fuse_head, or .remove() a fused head"
-        )
 
 
 class FusedHead(InstalledForward, Observed):
@@ -142,7 +129,6 @@ class FusedHead(InstalledForward, Observed):
             if self.checked:  # during the check, the check itself says that no labels arrived
                 model_parts.refuse_columns(outputs, self.checked_shard)
             return outputs
-        _expect_own_loss(model)
         outputs = self._run_body(model, given)
         hidden, layer = outputs.last_hidden_state, output_layer(model)
         head_loss = model_parts.with_ignore_index(self.head_loss, given.get("ignore_index"))

@@ -3,6 +3,7 @@ logits."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
@@ -16,7 +17,7 @@ from ...ranks.shard import VocabShard
 from ...spec import Instance, checked
 from . import model_parts
 from .forward import FUSED, named_arguments
-from .model_facts import Model, installed_shard
+from .model_facts import Model, installed_shard, refuse_module_as_loss
 from .words import refuse_unread
 
 
@@ -87,8 +88,9 @@ def causal_lm_loss(
 
     The function has the signature that transformers expects. ``num_items_in_batch`` is the
     denominator, in train() and eval(). ignore_index None means the one of the head_loss.
-    ``head_inputs``, a keyword of the model's forward, becomes ``inputs`` of the head_loss, for the
-    positions of the logits. ``.last`` is the last `HeadLossOutput`, without graph and statistics, or None before it.
+    ``head_inputs``, a keyword of the model's forward, becomes ``inputs`` of the head_loss, [B, S]
+    at the positions of the logits: entry t belongs to label t + 1. ``.last`` is the last
+    `HeadLossOutput`, without graph and statistics, or None before it.
 
     Logits that a call with labels returns are this rank's columns, [B, S, V/P]; in eval() and
     torch.no_grad() all of them, [B, S, V] (one all-reduce of their size), because a Trainer's
@@ -98,7 +100,8 @@ def causal_lm_loss(
     on every rank for a call with labels whose model does not call its loss_function (T5, BERT), and
     for a call without labels that returned this rank's columns (generate() would sample from them).
     In training, such logits are for a loop that calls ``model.loss_function`` itself: their
-    backward raises if it did not. To generate, use `fuse_head`, tp_plan="auto".
+    backward raises if it did not. A call with labels raises if the function is kept elsewhere (on
+    PEFT's wrapper, say) and the model calls transformers' loss. To generate, use `fuse_head`, tp_plan="auto".
 
     Args:
         head_loss: `HeadLoss` with a scalar loss; default cross-entropy.
@@ -109,23 +112,48 @@ def causal_lm_loss(
 
     Raises:
         TypeError: an argument, or the output layer, is of another class; in a call: a keyword that
-            belongs to a HeadLoss's own call (``denominator``, ``token_weight``, ``inputs``, ..), or
-            a misspelt one.
-        ValueError: the weight is sharded by something else than tensor parallelism; in a call:
-            gathered logits; ``num_items_in_batch``, which counts tokens, with class weights or a
-            reduction over sequences, which divide by something else.
+            belongs to a HeadLoss's own call (``denominator``, ``token_weight``, ``inputs``, ..),
+            another library's name for one, or a misspelt one; a model's output for logits.
+        ValueError: model.loss_function is a Module; the weight is sharded by something else than
+            tensor parallelism; in a call: gathered logits; ``num_items_in_batch``, which is one
+            count of tokens of at least 0, with class weights or a reduction "sum" or over
+            sequences, which divide by something else.
     """
     loss = CausalLMShardLoss(head_loss, installed_shard(model, shard), observe)
+    _made[model] = weakref.ref(loss)
     if _check_call not in model._forward_hooks.values():
         model.register_forward_hook(_check_call, with_kwargs=True)
     return loss
 
 
+# model -> the function that was made for it last, for as long as somebody keeps that
+_made: weakref.WeakKeyDictionary[PreTrainedModel, weakref.ref[CausalLMShardLoss]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _expect_used(model):
+    """Raise ValueError if a function was made for this model, somebody keeps it, and the model
+    calls transformers' own in its place: it was set on a wrapper, which calls none."""
+    made = _made[model]() if model in _made else None
+    has_own = "_loss_function" in vars(model) or hasattr(model.forward, FUSED)
+    if made is not None and not made.calls and not has_own:
+        raise ValueError(
+            f"the function that causal_lm_loss made must be the loss_function of this "
+            f"{type(model).__name__}, got {model.loss_function.__name__}: set it on the model "
+            "itself, not on a wrapper or a Trainer (PEFT: base = model.get_base_model(); "
+            "base.loss_function = causal_lm_loss(base, ..))"
+        )
+
+
 def _check_call(model, args, kwargs, outputs) -> Any:
     """Forward hook that raises an error for calls which cannot mean what their caller expects, and
     returns outputs with whole logits of an evaluation with labels."""
+    refuse_module_as_loss(model)
     loss = model.loss_function
     if not isinstance(loss, CausalLMShardLoss):
+        if named_arguments(type(model).forward, model, args, kwargs).get("labels") is not None:
+            _expect_used(model)
         return None
     given = named_arguments(type(model).forward, model, args, kwargs)
     if not hasattr(model.forward, FUSED):
@@ -154,7 +182,7 @@ def _check_call(model, args, kwargs, outputs) -> Any:
 
     def expect_loss(gradient):
         if loss.forwards - loss.calls > before:
-            raise ValueError(model_parts.LOST_LABELS)
+            raise ValueError(model_parts.FORGOTTEN_LOSS)
 
     if logits.requires_grad:
         logits.register_hook(expect_loss)
@@ -199,6 +227,12 @@ class CausalLMShardLoss(Observed):
         **kwargs,  # given by transformers, for its attention and the like
     ) -> torch.Tensor:
         refuse_unread("causal_lm_loss", type(self).__call__, model_parts.HEAD_ARGUMENTS, kwargs)
+        if isinstance(logits, Mapping):
+            raise TypeError(
+                f"logits must be a tensor, got a {type(logits).__name__}: the function is for "
+                "model.loss_function = causal_lm_loss(model, ..), not for a Trainer's "
+                "compute_loss_func"
+            )
         if not is_dtensor(logits):
             self._expect_columns(logits.shape[-1])
         head_loss = model_parts.with_ignore_index(self.head_loss, ignore_index)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ...arguments.options import Transform
 from ...call.dtensor import local_head
@@ -33,20 +34,59 @@ def deepspeed_facts(layer):
 
 
 def without_wrapper(model) -> Any:
-    """Return the model within PEFT's wrapper of one, or the model itself."""
+    """Return the model within PEFT's wrapper of one, or the model itself. ValueError for a wrapper
+    with a loss_function, which the model within never calls."""
     is_adapted = hasattr(model, "get_base_model")
+    if is_adapted and "loss_function" in {*vars(model), *getattr(model, "_modules", ())}:
+        raise ValueError(
+            f"{type(model).__name__}.loss_function is not called, because the model within the "
+            "wrapper has its own: del model.loss_function, and write base = model.get_base_model(); "
+            "base.loss_function = causal_lm_loss(base, ..)"
+        )
     return model.get_base_model() if is_adapted else model
+
+
+def refuse_module_as_loss(model):
+    """Raise ValueError for a module that was set as model.loss_function: torch files it under the
+    model's parts, and the model keeps its own loss."""
+    if "loss_function" in getattr(model, "_modules", ()):
+        name = type(model._modules["loss_function"]).__name__
+        raise ValueError(
+            f"model.loss_function must be a function, got a {name}, which is a Module: torch makes "
+            "it a part of the model, and the model calls its own loss. del model.loss_function, and "
+            "write model.loss_function = causal_lm_loss(model, HeadLoss(..)), or "
+            "fuse_head(model, HeadLoss(..))"
+        )
+
+
+def expect_own_loss(model):
+    """Raise ValueError for a loss_function of somebody else, over which a fused head would silently
+    win."""
+    deepspeed = deepspeed_facts(output_layer(model))
+    own = deepspeed is not None and isinstance(
+        model.loss_function, deepspeed.VocabParallelCausalLMLoss
+    )
+    if not own and model.loss_function is not ForCausalLMLoss:
+        raise ValueError(
+            "the model's loss_function must be transformers' ForCausalLMLoss, or DeepSpeed's "
+            f"VocabParallelCausalLMLoss for its output layer, got {model.loss_function}, which a "
+            "fused head would not call: set model.loss_function = ForCausalLMLoss and give a "
+            "HeadLoss to fuse_head (fuse_log_probs takes none), or .remove() a fused head"
+        )
 
 
 def output_layer(model) -> nn.Linear:
     """Return the output layer of a model, in PEFT's modules_to_save the one that is called.
     TypeError if it is neither a plain nn.Linear, nor one with PEFT's LoRA, nor AutoTP's, all of
-    which have the same attributes."""
+    which have the same attributes. ValueError if a module was set as the model's loss_function."""
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
             f"model must be a transformers.PreTrainedModel, got {type(model).__name__}: give the "
-            "one that is wrapped (PEFT: model.get_base_model(), DeepSpeed: engine.module)"
+            "one within it (a Trainer: trainer.model, DDP and DataParallel: model.module, "
+            "DeepSpeed: engine.module, PEFT: base = model.get_base_model(), then "
+            "base.loss_function = causal_lm_loss(base, ..) or fuse_head(base, ..))"
         )
+    refuse_module_as_loss(model)
     layer = model.get_output_embeddings()
     if layer is None:
         said = "use a ..ForCausalLM, or HeadLoss(..)(logits, labels)"

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from ...call.subclasses import is_dtensor
 from ...head_loss import HeadLoss
+from ...head_loss.checks import expect_denominator
 from ...ranks.comm import reduce_in_place
 from ...ranks.shard import VocabShard
 from ...spec import IDS
@@ -29,11 +30,18 @@ HEAD_ARGUMENTS = (
     "return_dict",
     "head_inputs",
 )
+_TRAINER = (
+    "transformers' Trainer takes them away for label_smoothing_factor (use "
+    "HeadLoss([CrossEntropy(label_smoothing=...)]) instead) and for compute_loss_func (leave it out)"
+)
 LOST_LABELS = (
     "a call in training, or with num_items_in_batch, must have labels (or shift_labels), got none, "
-    "so the HeadLoss would not be computed: transformers' Trainer takes them away for label_smoothing_factor (use "
-    "HeadLoss([CrossEntropy(label_smoothing=...)]) instead) and for compute_loss_func (leave it "
-    "out); for logits, use eval() or torch.no_grad()"
+    f"so the HeadLoss would not be computed: {_TRAINER}; for logits, use eval() or torch.no_grad()"
+)
+FORGOTTEN_LOSS = (
+    "logits of a call in training, which must have labels or a call of model.loss_function, got a "
+    "backward without either, so the HeadLoss was not computed: write model(.., labels=labels), or "
+    f"model.loss_function(logits, labels) before the backward. If labels were given, {_TRAINER}"
 )
 
 
@@ -153,20 +161,36 @@ def with_ignore_index(head_loss: HeadLoss, ignore_index: int | None) -> HeadLoss
 
 def denominator_of(head_loss, number, device):
     """Return num_items_in_batch as a number or a scalar tensor; transformers' DataParallel gives
-    several equal ones. Raises ValueError where it is a count of something else than the loss
-    divides by."""
-    if number is not None:
+    several equal ones. TypeError or ValueError if it is no count, or one of something else than the
+    loss divides by; the value of a tensor on an accelerator is not read.
+
+    head_loss: None is a mean over tokens.
+    """
+    if number is None:
+        return None
+    if head_loss is not None:
         expect_mean_over_tokens(
             head_loss,
             "num_items_in_batch",
             "set trainer.model_accepts_loss_kwargs = False, so that a Trainer passes none and "
             "averages its micro-batches",
         )
-    if not isinstance(number, torch.Tensor):
-        return number
-    number = number.flatten()
-    if number.device.type == "cpu" and not bool((number == number[0]).all()):
+    value = number
+    if isinstance(number, torch.Tensor):
+        number = _one_count(number)
+        value = number.item() if number.device.type == "cpu" else number
+        number = number.to(device)
+    expect_denominator(value, "mean", device, "num_items_in_batch")
+    return number
+
+
+def _one_count(numbers: torch.Tensor) -> torch.Tensor:
+    """Return the number that a tensor holds, once or several times. ValueError if it holds none, or
+    in the memory of the host different ones."""
+    flat = numbers.flatten()
+    differ = flat.device.type == "cpu" and bool((flat != flat[:1]).any())
+    if (differ and not bool(flat.isnan().all())) or not flat.numel():
         raise ValueError(
-            f"num_items_in_batch must be one count, that of all tokens, got {number.tolist()}"
+            f"num_items_in_batch must be one count, that of all tokens, got {flat.tolist()}"
         )
-    return number.to(device)[0]
+    return flat[0]

@@ -1,5 +1,5 @@
-"""Keywords of a model's call that its ``**kwargs`` would swallow: our own in the wrong place, and
-misspelt ones."""
+"""Keywords of a model's call that its ``**kwargs`` would swallow: our own in the wrong place, those
+that others have for ours, and misspelt ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from ...spec.aliases import KEYWORDS
+from ...spec.aliases import ALIASES, INSTALLATIONS, KEYWORDS
 
 # argument of a HeadLoss's call -> what to write in a model's call
 IN_CALL = {
@@ -19,6 +19,11 @@ IN_CALL = {
         "input of head_inputs="
     ),
 }
+
+OF_LOSSES = (*IN_CALL, "head_inputs", "ignore_index")  # words of a call that computes a HeadLoss
+OF_MODELS = ("attention_mask",)  # words that a model may take though its signature lacks them
+NAMES_NO_KEYWORD = ("value", "term", "metric")  # kinds of aliases
+NO_HEAD_LOSS = "nothing, because {} has no HeadLoss: use fuse_head"
 
 
 def refuse_unread(
@@ -52,7 +57,56 @@ def _what_to_write(installation, word, read, given) -> str | None:
         return f"{installation}(model, {word}=..)"
     if word in KEYWORDS["HeadLoss"] and has_head_loss:
         return f"{installation}(model, HeadLoss({word}=..))"
-    if word in (*IN_CALL, "head_inputs", "ignore_index"):
-        return f"nothing, because {installation} has no HeadLoss: use fuse_head"
-    close = difflib.get_close_matches(word, [name for name in read if name not in given], 1, 0.75)
-    return f"{close[0]}=" if close else None
+    for other in INSTALLATIONS:
+        if word in KEYWORDS.get(other, ()) and word not in OF_LOSSES:
+            return f"nothing, because {installation} takes none: {other}(model, {word}=..) does"
+    if (ours := _ours(word)) is not None:
+        return _in_call_of_model(installation, ours, has_head_loss)
+    if word in OF_LOSSES or word in KEYWORDS["HeadLoss"]:
+        return NO_HEAD_LOSS.format(installation)
+    if (meant := _meant(word, read, given)) is None:
+        return None
+    return f"{meant}=" if meant in read else _what_to_write(installation, meant, read, given)
+
+
+def _ours(word: str) -> str | None:
+    """Return what is written here for somebody else's keyword of a loss, a call of one for
+    preference, or None."""
+    if word in OF_MODELS:
+        return None
+    found = [alias for alias in ALIASES if alias.name == word and alias.of not in NAMES_NO_KEYWORD]
+    of_calls = [alias for alias in found if "HeadLoss" in alias.of or alias.of == "input"]
+    return next((alias.ours for alias in (*of_calls, *found)), None)
+
+
+def _in_call_of_model(installation: str, ours: str, has_head_loss: bool) -> str:
+    """Return what to write in a call of a model, or at the installation, for what a call of a
+    HeadLoss takes."""
+    first = ours.split("=")[0]
+    if first == "shard":
+        return f"{installation}(model, {ours.removesuffix(', of the call')})"
+    if ours == "labels=":
+        return ours
+    if not has_head_loss:
+        return NO_HEAD_LOSS.format(installation)
+    if first == "token_weight":
+        return IN_CALL["token_weight"]
+    if first in ("logits", "hidden", "weight", "transform") or first.startswith("logits."):
+        return (
+            f"nothing, because logits are the model's own: HeadLoss(..)(logits, labels) has {ours}"
+        )
+    if ours.startswith("'"):
+        return f"head_inputs={{{ours}: ..}}"
+    if first.startswith(("inputs", "labels ")):
+        return ours.replace("inputs=", "head_inputs=")
+    if ours.startswith("HeadLoss("):
+        return f"{installation}(model, {ours})"
+    return f"{installation}(model, HeadLoss(..)) with {ours}"
+
+
+def _meant(word: str, read: Collection[str], given: Mapping[str, Any]) -> str | None:
+    """Return the word of a call that a misspelt or shortened one means, or None."""
+    left = [name for name in read if name not in given]
+    longer = [name for name in left if "_" in word and name.startswith(f"{word}_")]
+    close = difflib.get_close_matches(word, [*left, "head_inputs"], 1, 0.75)
+    return next(iter((*longer, *close)), None)
