@@ -377,7 +377,9 @@ def refusals(group):
     assert model.compute_language_model_loss == loss and model._postprocess == post
     installing("MegatronHeadMixin", model=model_of(Mixed))
     installing("got Linear", TypeError, torch.nn.Linear(2, 2))
-    installing("head must be `MegatronHead`, or `HeadLoss`, got GPTModel", TypeError, head, model)
+    installing(
+        "model must be `GPTModel`, or `HybridModel`, got MegatronHead", TypeError, head, model
+    )
     installing("got the class GPTModel", TypeError, GPTModel)
     installing("got a list of 1: pass the chunk that has the output layer", TypeError, [model])
     installing("got Term", TypeError, head=CrossEntropy())
