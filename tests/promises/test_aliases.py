@@ -337,11 +337,12 @@ def test_a_mean_in_brackets_is_refused_with_where_it_is():
             RESULTS["HeadLossOutput"]()[name]
 
 
-def test_the_backward_of_a_loss_per_token_says_what_to_write():
+def test_a_loss_per_token_is_no_number_and_its_errors_say_what_to_write():
     logits = LOGITS.clone().requires_grad_()
     out = HeadLoss(reduction="none")(logits, LABELS)
-    with pytest.raises(RuntimeError, match=r"per token, \[2, 5\].*reduce it first"):
-        out.backward()
+    for use in (out.backward, out.__float__, lambda: f"{out:.3f}"):
+        with pytest.raises(RuntimeError, match=r"per token, \[2, 5\].*reduce it first"):
+            use()
     out.backward(gradient=torch.ones_like(out.loss))
     assert logits.grad is not None
     HeadLoss(reduction="none")(logits[:1, :1], LABELS[:1, :1]).backward()  # of one token

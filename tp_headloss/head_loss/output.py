@@ -72,11 +72,8 @@ class HeadLossOutput(NamedTuple):
     def backward(self, **keywords):
         """Call ``loss.backward`` with these keywords. RuntimeError for a loss per token without a
         ``gradient``."""
-        if self.loss.numel() != 1 and keywords.get("gradient") is None:
-            raise RuntimeError(
-                f"the loss must be a scalar, got a loss per token, {list(self.loss.shape)}, of "
-                "reduction='none': reduce it first, (out.loss * mask).sum().backward()"
-            )
+        if keywords.get("gradient") is None:
+            _expect_scalar(self.loss)
         self.loss.backward(**keywords)
 
     def __getattr__(self, name: str):
@@ -92,6 +89,7 @@ class HeadLossOutput(NamedTuple):
         return -self.loss
 
     def __float__(self) -> float:
+        _expect_scalar(self.loss)
         return self.loss.item()
 
     def __format__(self, spec: str) -> str:
@@ -110,6 +108,15 @@ for _name in (*_ARITHMETIC, "lt", "le", "gt", "ge"):  # a tuple's are others
     setattr(HeadLossOutput, f"__{_name}__", lambda self, other, of=_of: of(self.loss, other))
     if _name in _ARITHMETIC:
         setattr(HeadLossOutput, f"__r{_name}__", lambda self, other, of=_of: of(other, self.loss))
+
+
+def _expect_scalar(loss: torch.Tensor):
+    """Raise RuntimeError for a loss per token."""
+    if loss.numel() != 1:
+        raise RuntimeError(
+            f"the loss must be a scalar, got a loss per token, {list(loss.shape)}, of "
+            "reduction='none': reduce it first, (out.loss * mask).sum()"
+        )
 
 
 def _number_or_shape(x: torch.Tensor) -> str:

@@ -18,7 +18,7 @@ from ...head_loss.terms import Metrics, Terms
 from ...linear_head import Linear
 from ...ranks.comm import HiddenGrad
 from ...ranks.shard import VocabShard
-from ...spec import TOKEN_WEIGHT, AnyOf, Instance, Size, checked, sizes_of
+from ...spec import TOKEN_WEIGHT, AnyOf, Instance, Size, TensorLine, checked, sizes_of
 from .. import require
 from ..replacement import replaced
 
@@ -27,6 +27,7 @@ REFUSED_OPTIONS = {
     "defer_embedding_wgrad_compute": "dW is computed in the backward",
     "fp8_output_proj": "logits are computed in the type of the weight; fused=False keeps Megatron's MXFP8 output layer",
 }
+LABELS = TensorLine("int64 or int32")
 # if ignore_index is None, every label outside of the vocabulary becomes this ignored label
 IGNORED_LABEL = -100
 
@@ -238,6 +239,7 @@ class MegatronHead(Observed):
             labels, loss_mask: [b, s] replicated. The mask is used in one sweep only.
             config: the model's TransformerConfig.
         """
+        _expect_labels(labels, hidden, layer)
         if loss_mask is not None:
             TOKEN_WEIGHT.check("loss_mask", loss_mask, sizes_of("labels", labels, labels.shape))
         one_sweep = self.linear.mode == "one_sweep" and torch.is_grad_enabled()
@@ -268,6 +270,7 @@ class MegatronHead(Observed):
             counted: False: the likeliest ids are not looked for, and None is returned in the second
                 place.
         """
+        _expect_labels(labels, hidden, layer)
         weight, labels, given = self._linear_arguments(weight, layer, labels, config, "recompute")
         if main_hidden is not None:
             teacher = TeacherHead(main_hidden, weight, given["bias"], given["transform"])
@@ -303,6 +306,7 @@ class MegatronHead(Observed):
                 f"logits must be this rank's {columns} columns, got {logits.shape[-1]}: the model "
                 "must have parallel_output=True and be called without runtime_gather_output"
             )
+        LABELS.check("labels", labels, sizes_of("logits", logits, logits.shape[1::-1]))
         self.shard = shard = layer_shard(layer.tp_group, columns, self.vocab_size)
         return self._observed_losses(
             self.head_loss(logits, self._labels(labels, shard), shard=shard)
@@ -310,9 +314,7 @@ class MegatronHead(Observed):
 
     def _labels(self, labels, shard) -> torch.Tensor:
         """Labels [s, b], the order of Megatron's logits, with unknown labels ignored if
-        ignore_index is None. ValueError unless there are [b, s] of them."""
-        if labels.dim() != 2:
-            raise ValueError(f"labels must be [b, s], got {list(labels.shape)}")
+        ignore_index is None."""
         labels = labels.transpose(0, 1)
         if self.ignore_index is None:
             labels = labels.masked_fill((labels < 0) | (labels >= shard.vocab_size), IGNORED_LABEL)
@@ -322,6 +324,15 @@ class MegatronHead(Observed):
         """Losses [b, s] of an output, which is observed with them."""
         out = out._replace(loss=out.loss.transpose(0, 1).contiguous())
         return self.observed(out).loss
+
+
+def _expect_labels(labels, hidden, layer):
+    """Raise TypeError or ValueError unless labels are ids [b, s] of the hidden states, of which
+    sequence parallelism has [s/P, b, h] on each rank."""
+    sequence, batch = hidden.shape[:2]
+    if layer.sequence_parallel:
+        sequence *= layer.tp_group.size()
+    LABELS.check("labels", labels, sizes_of("the hidden states", hidden, (batch, sequence)))
 
 
 def _no_metrics(stats) -> dict[str, torch.Tensor]:
