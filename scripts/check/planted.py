@@ -861,7 +861,7 @@ GROUPS = {
     "test_aliases": [
         ("head_loss/output.py", "HeadLossOutput.__getattr__", "is_mean and name in self.metrics", "is_mean"),
         ("statistics/result.py", "_item", "not isinstance(place, str)", "True"),
-        ("head_loss/output.py", "HeadLossOutput.backward", "self.loss.numel() != 1", "False"),
+        ("head_loss/output.py", "_expect_scalar", "loss.numel() != 1", "False"),
         ("head_loss/definition.py", "_expect_all", "is_number(part)", "False"),
         ("spec/aliases.py", "refuse_keywords", "keyword in KEYWORDS.get(record, ())", "False"),
         ("spec/aliases.py", "synonym", "x.ours in names", "True"),
