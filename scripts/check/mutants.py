@@ -61,8 +61,10 @@ def all_bugs() -> list[Bug]:
     return [Bug(number, *bug) for number, bug in enumerate(planted)]
 
 
-def functions_of(tree: ast.Module) -> dict[str, list[ast.AST]]:
+@functools.lru_cache(maxsize=1)  # bugs of a module stand together
+def functions_of(source: str) -> dict[str, list[ast.AST]]:
     """Definitions by qualified name; there are several where an `if` chooses between them."""
+    tree = ast.parse(source)
     found: dict[str, list[ast.AST]] = {"": [tree]}
 
     def visit(node, prefix):
@@ -91,12 +93,12 @@ def patterns_of(code: str) -> set[str]:
 def matches(definitions: list[ast.AST], code: str) -> list[ast.AST]:
     """Nodes of these functions that are this code."""
     patterns = patterns_of(code)
-    kinds = ast.stmt, ast.expr, ast.keyword
+    kinds = {pattern.split("(")[0] for pattern in patterns}  # a dump takes longer than to look
     nodes = [
         node
         for definition in definitions
         for node in ast.walk(definition)
-        if isinstance(node, kinds)
+        if type(node).__name__ in kinds
     ]
     found = [node for node in nodes if ast.dump(node) in patterns]
     # calls, which are expressions, too
@@ -125,7 +127,7 @@ def package_functions(package: Path) -> dict[tuple[str, str], list[ast.AST]]:
     """All functions without functions of their own, by module and qualified name."""
     functions = {}
     for path in sorted(package.rglob("*.py")):
-        found = functions_of(ast.parse(path.read_text()))
+        found = functions_of(path.read_text())
         for name, definitions in found.items():
             if name and not any(other.startswith(f"{name}.") for other in found):
                 functions[path.relative_to(package).as_posix(), name] = definitions
@@ -144,7 +146,7 @@ def elsewhere(package: Path, code: str) -> list[str]:
 
 def find(bug: Bug, source: str, package: Path = PACKAGE) -> ast.AST:
     """The one node that the bug replaces."""
-    functions = functions_of(ast.parse(source))
+    functions = functions_of(source)
     if bug.function not in functions:
         reason, hints = (
             f"there is no function {bug.function}",
@@ -187,10 +189,10 @@ def mutated(bug: Bug, source: str, package: Path = PACKAGE) -> str:
             cut = ast.parse(b"(" + text[start:stop] + b"\n)", mode="eval").body
             if ast.dump(cut) != ast.dump(node):
                 raise Outdated("within an f-string: quote all of it")
-        changed = ast.dump(ast.parse(after)) != ast.dump(ast.parse(source))
+        ast.parse(after)
     except SyntaxError as error:
         raise Outdated(f"{bug.becomes!r} cannot stand there: {error.msg}") from error
-    if not changed:
+    if ast.dump(ast.parse(bug.becomes)) == ast.dump(ast.parse(bug.find)):
         raise Outdated("changes nothing")
     return after
 
