@@ -1,4 +1,4 @@
-"""Meshes that `to_dtensor` refuses, and rows that `fully_shard` has taken for replicated."""
+"""Meshes that `to_dtensor` refuses, and rows that `fully_shard` or DDP has taken for replicated."""
 
 from functools import partial
 
@@ -7,6 +7,7 @@ import torch
 from ranks import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from tp_headloss import Init, VocabParallelEmbedding, VocabParallelHead, VocabShard, clip_grad_norm_
 
@@ -57,11 +58,12 @@ def test_rows_that_were_fully_sharded_before_are_no_matrix():
     assert all(on_ranks(4, sharded_too_early))
 
 
-def loss_of(module):
-    """A number that depends on every row of the vocabulary."""
-    if isinstance(module, VocabParallelHead):
+def loss_of(module, kind=None):
+    """A number that depends on every row of the vocabulary, of a module or of a wrapper of that
+    kind of module."""
+    if kind is VocabParallelHead or isinstance(module, VocabParallelHead):
         hidden = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
-        return module(hidden.to(module.weight.device), torch.arange(8)).loss
+        return module(hidden, torch.arange(8)).loss
     return module(torch.arange(61)).square().mean()
 
 
@@ -92,6 +94,33 @@ def sharded_over_the_vocabulary(group, device):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the meshes are of CPUs")
 def test_rows_of_other_ids_are_never_fully_sharded_as_if_they_were_one_matrix():
     assert on_ranks(4, sharded_over_the_vocabulary) == [True] * 4
+
+
+def replicated_over_the_vocabulary(group, device):
+    """Groups of DDP with ranks that share the vocabulary, of which it makes replicas without being
+    told; and those of data parallelism, or parameters that it leaves alone, with which it is right."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    shard = VocabShard.from_mesh(mesh, 61, "tp", 64)
+    calls = [(Module, partial(loss_of, kind=Module)) for Module in MODULES]
+    calls.append((VocabParallelHead, lambda head: head(torch.ones(2, 16)).sum()))
+    for Module, call in calls:
+        expected = call(made(Module, shard))
+        for wrong in (None, mesh.get_group("tp")):
+            wrapped = DistributedDataParallel(made(Module, shard), process_group=wrong)
+            match = r"\['weight'\] must be replicated by DDP over data-parallel ranks alone"
+            refused(ValueError, match, partial(call, wrapped))
+        right = DistributedDataParallel(made(Module, shard), process_group=mesh.get_group("dp"))
+        torch.testing.assert_close(call(right), expected)
+        model = torch.nn.Sequential(made(Module, shard), torch.nn.Linear(1, 1))
+        model.forward = model[0].forward
+        model._ddp_params_and_buffers_to_ignore = ["0.weight"]
+        torch.testing.assert_close(call(DistributedDataParallel(model)), expected)
+    return True
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the meshes are of CPUs")
+def test_rows_of_other_ids_are_never_replicated():
+    assert on_ranks(4, replicated_over_the_vocabulary) == [True] * 4
 
 
 def norms(group, device):

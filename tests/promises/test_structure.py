@@ -160,7 +160,8 @@ def test_only_comm_calls_collectives():
         "get_world_size",
     }
     allowed["integrations.megatron.head"] = {"ProcessGroup"}
-    allowed["modules.vocab_rows"] = allowed["modules.row_dtensors"] = {"get_process_group_ranks"}
+    for name in ("vocab_rows", "row_dtensors", "replicas"):
+        allowed[f"modules.{name}"] = {"get_process_group_ranks"}
     allowed["modules.saved_rows"] = {"get_rank", "get_world_size", "is_initialized"}
     allowed["call.placements"] = {"get_process_group_ranks", "get_world_size"}
     allowed["head_loss.output"] = allowed["arguments.sequences"] = {"ProcessGroup"}

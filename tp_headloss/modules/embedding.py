@@ -94,7 +94,7 @@ class VocabParallelEmbedding(VocabRows):
         shard = self.shard
         if not torch.compiler.is_compiling():
             shard.expect_live_group()
-            self.mark_sharded()
+            self.begin_eager_call()
         weight = self.weight.to_local() if is_dtensor(self.weight) else self.weight
         shard.expect_width("weight", weight.shape[0], "rows")
         if self.sequence_parallel and (ids.dim() == 0 or ids.shape[0] % shard.world_size):

@@ -195,7 +195,7 @@ class VocabParallelHead(VocabRows):
         ValueError if the call sets anything else.
         """
         if not torch.compiler.is_compiling():  # every call comes here
-            self.mark_sharded()
+            self.begin_eager_call()
         if call_transform is None:
             return self.transform
         Instance(Transform).check("transform", call_transform, {})
@@ -218,6 +218,8 @@ class VocabParallelHead(VocabRows):
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         TENSOR.check("hidden states", hidden, {})
+        if not torch.compiler.is_compiling():
+            self.begin_eager_call()
         how = self.linear.hidden_grad
         hidden, weight, bias, shard = local_head(hidden, self.weight, self.bias, self.shard, how)
         operand_dtype(hidden, weight)

@@ -17,6 +17,7 @@ from ..call.subclasses import is_dtensor
 from ..ranks.shard import VocabShard
 from ..spec import NotNegative, checked
 from . import saved_rows
+from .replicas import expect_no_replicas
 from .row_dtensors import (
     as_dtensor,
     expect_mesh_of,
@@ -117,6 +118,11 @@ class VocabRows(nn.Module):
             p = self._parameters.get(name)
             if p is not None and self.shard.world_size > 1:
                 p.sharded_over = self.shard.group_name  # type: ignore[attr-defined]
+
+    def begin_eager_call(self):
+        """Mark the parameters, and raise ValueError if DDP took their rows for replicas."""
+        self.mark_sharded()
+        expect_no_replicas(self, self.shard)
 
     def expect_no_rows_of_hooks(self, method: str):
         """Raise ValueError in a method beside forward, before which no hook runs, if hooks compute
