@@ -53,6 +53,7 @@ MISTAKES = (
     "metrics",
     "labels differ",
     "settings differ",
+    "one rank refuses",
     "words",
     "aliases",
     "assigned",

@@ -1,6 +1,7 @@
 """What users of transformers and TRL get wrong on two ranks: each mistake is an error on every rank
 whose words say what to write, or means what its user expected."""
 
+import contextlib
 import inspect
 import itertools
 import os
@@ -27,6 +28,7 @@ from tp_headloss import (
     VocabShard,
     ZLoss,
 )
+from tp_headloss.integrations.replacement import replaced
 from tp_headloss.integrations.transformers import causal_lm_loss, colwise_plan, fuse_head
 from tp_headloss.integrations.transformers.model_parts import HEAD_ARGUMENTS
 from tp_headloss.integrations.trl import READ, fuse_log_probs
@@ -212,6 +214,40 @@ def settings_differ(group):
                 "ranks must agree on ",
             )
             assert "forward" not in vars(model), argument
+    return {}
+
+
+WRONG = {  # argument of an installation -> a value that it refuses
+    "head_loss": HeadLoss(reduction="none"),
+    "linear": Linear(hidden_grad="reduce_scatter"),
+    "transform": Transform(temperature=0.5),
+}
+
+
+def one_rank_refuses(group):
+    """What is wrong on one rank alone, an argument or its model, is an error on both ranks, and the
+    next installation is right."""
+    rank = dist.get_rank()
+    changes = {
+        "_loss_function": lambda *args, **kwargs: torch.zeros(()),
+        "forward": lambda *args, **kwargs: None,
+    }
+    for name in ("fuse_head", "fuse_log_probs"):
+        _, model = models("plain", config_of())
+        inputs = given_to(name)
+        taken = WRONG.keys() & inspect.signature(INSTALL[name]).parameters.keys()
+        wrong = taken - ({"transform"} if name == "fuse_head" else set())
+        cases = [({}, {key: WRONG[key]}) for key in sorted(wrong)]
+        cases += [({key: value}, {}) for key, value in changes.items()]
+        for bad, (attributes, arguments) in itertools.product((0, 1), cases):
+            with contextlib.ExitStack() as stack:
+                if rank == bad:
+                    stack.enter_context(replaced(model, **attributes))
+                given = arguments if rank == bad else {}
+                refused(lambda g=given: INSTALL[name](model, **g), f"on rank {bad} of the group: ")  # noqa: B023
+            assert "forward" not in vars(model), (attributes, arguments)
+        INSTALL[name](model)
+        assert model(**inputs).loss.isfinite()
     return {}
 
 
@@ -512,6 +548,7 @@ CASES = {
     "metrics": metrics,
     "labels differ": labels_differ,
     "settings differ": settings_differ,
+    "one rank refuses": one_rank_refuses,
     "words": words,
     "aliases": aliases,
     "assigned": assigned,

@@ -114,18 +114,24 @@ class FusedLogProbs(InstalledForward):
     removes itself."""
 
     def __init__(self, model, trl_forward, settings, linear, shard, transform):
-        # at temperature 1 and of any number of tokens until the check has compared the loss with the model's own
-        if transform is not None and transform.temperature != 1:
+        self.wanted = linear, settings
+        super().__init__(model, shard, transform, trl_forward, fused_lm_head=True)
+        self.linear, self.settings = self.wanted
+
+    def _checked_arguments(self):
+        linear, settings = self.wanted
+        if self.transform.temperature != 1:
             raise ValueError(
                 "transform must have no temperature, which the trainer's own replaces, got "
-                f"{transform}: write fuse_log_probs(model, temperature={transform.temperature})"
+                f"{self.transform}: write fuse_log_probs(model, temperature={self.transform.temperature})"
             )
-        wanted = checked_linear(linear)
-        self.linear = replace(wanted, max_valid_tokens=None)
+        linear = checked_linear(linear)
+        self.wanted = linear, settings
+        # at temperature 1 and of any number of tokens until the check has compared the loss with
+        # the model's own
+        self.linear = replace(linear, max_valid_tokens=None)
         self.settings = {**settings, "temperature": 1.0}
-        agreed = {"linear": wanted, **settings}
-        super().__init__(model, shard, transform, agreed, trl_forward, fused_lm_head=True)
-        self.linear, self.settings = wanted, settings
+        return {"linear": linear, **settings}
 
     def _forward(self, model, args, kwargs):
         given = named_arguments(self.stock_forward, model, args, kwargs)

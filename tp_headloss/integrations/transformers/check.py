@@ -30,11 +30,10 @@ class InstalledForward(Replacement):
     """A forward in the place of a model's own, installed on construction; the model is as it was if
     a check fails.
 
-    A subclass has `_forward`, which counts the `calls` of its head.
+    A subclass has `_forward`, which counts the `calls` of its head, and `_checked_arguments`.
 
     Args:
         shard, transform: as in `fuse_head`.
-        agreed: other arguments that must be equal on all ranks of the group, which compare them.
         in_place: the forward that this model has of its own, and gets back in the end; None: it
             must have none.
         arguments: of the check call, besides ids and labels.
@@ -47,25 +46,32 @@ class InstalledForward(Replacement):
         model,
         shard: VocabShard | None,
         transform: Transform | None,
-        agreed: dict[str, Any],
         in_place=None,
         **arguments: Any,
     ):
         output_layer(model)
         super().__init__(vars(model), "forward", "__reduce_ex__", "_replicate_for_data_parallel")
         self.model, self.shard, self.calls, self.checked = model, shard, 0, False
+        self.checked_shard = installed_shard(model, shard)
         try:
             if in_place is not None:
                 del model.forward
-            self.stock_forward = stock_forward(model)
-            expect_own_loss(model)
-            self.transform = (
-                config_transform(model.config.get_text_config()) if transform is None else transform
-            )
-            self.checked_shard = installed_shard(model, shard)
-            self._expect_agreement(agreed)
-            if shard is not None:
-                _expect_all_ids(model, shard)
+            with Agreement(Options(validate="full"), self.checked_shard) as agreement:
+                self.stock_forward = stock_forward(model)
+                expect_own_loss(model)
+                self.transform = (
+                    config_transform(model.config.get_text_config())
+                    if transform is None
+                    else transform
+                )
+                agreement.record(
+                    f"the installation of {type(self).__name__}",
+                    self.checked_shard,
+                    transform=self.transform,
+                    **self._checked_arguments(),
+                )
+                if shard is not None:
+                    _expect_all_ids(model, shard)
             stock = check_forward(model, self.stock_forward, self.transform, self.checked_shard)
             _expect_no_hooks(output_layer(model))
             self.output_class, self._seen = stock.output_class, _heeded_by_stock(model)
@@ -81,15 +87,10 @@ class InstalledForward(Replacement):
             raise
         self.checked = True
 
-    def _expect_agreement(self, arguments):
-        """Raise ValueError on every rank of the group if their arguments differ."""
-        with Agreement(Options(validate="full"), self.checked_shard) as agreement:
-            agreement.record(
-                f"the installation of {type(self).__name__}",
-                self.checked_shard,
-                transform=self.transform,
-                **arguments,
-            )
+    def _checked_arguments(self) -> dict[str, Any]:
+        """Return the other arguments that must be equal on all ranks, after a check of them, and
+        prepare the check call, which knows plain cross-entropy."""
+        raise NotImplementedError
 
     def undo(self):
         super().undo()

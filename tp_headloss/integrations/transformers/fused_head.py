@@ -97,21 +97,28 @@ def fuse_head(
 class FusedHead(InstalledForward, Observed):
     """An installed fused head, as `fuse_head` returns it; a context manager that removes itself."""
 
+    skip_logits: bool | None
+
     def __init__(self, model, head_loss, linear, shard, transform, observe, skip_logits):
-        wanted = model_parts.scalar_head_loss(head_loss), checked_linear(linear)
+        self.wanted, self.last = (head_loss, linear, skip_logits), None
+        super().__init__(model, shard, transform)
+        self.head_loss, self.linear, self.skip_logits = self.wanted
+        self.observe = observe
+
+    def _checked_arguments(self):
+        head_loss, linear, skip_logits = self.wanted
+        head_loss, linear = model_parts.scalar_head_loss(head_loss), checked_linear(linear)
+        self.wanted = head_loss, linear, skip_logits
         # until the check has passed: plain cross-entropy of any number of tokens, and never logits
-        self.head_loss = HeadLoss(options=wanted[0].options)
-        self.skip_logits: bool | None = True
-        self.linear = dataclasses.replace(wanted[1], max_valid_tokens=None)
-        agreed = replicated_facts(wanted[0]._definition, None, None, None) | {
-            "ignore_index": wanted[0].ignore_index,
-            "options": wanted[0].options,
-            "linear": wanted[1],
+        self.head_loss = HeadLoss(options=head_loss.options)
+        self.linear = dataclasses.replace(linear, max_valid_tokens=None)
+        self.skip_logits = True
+        return replicated_facts(head_loss._definition, None, None, None) | {
+            "ignore_index": head_loss.ignore_index,
+            "options": head_loss.options,
+            "linear": linear,
             "skip_logits": skip_logits,
         }
-        super().__init__(model, shard, transform, agreed)
-        (self.head_loss, self.linear), self.last = wanted, None
-        self.observe, self.skip_logits = observe, skip_logits
 
     def __repr__(self) -> str:
         ids, name = self.checked_shard.vocab_size, type(self.model).__name__
