@@ -275,3 +275,23 @@ def test_terms_and_heads_are_pickled_and_compute_the_same(name):
     one, other = (h(x, labels, inputs=inputs) for h in (head, again))
     assert torch.equal(one.loss, other.loss) and one.loss.isfinite()
     assert all(torch.equal(one.metrics[key], other.metrics[key]) for key in one.metrics)
+
+
+WITHOUT_GRADIENT = {
+    "a statistic that has none": (("rank",), lambda stats: stats.rank.log()),
+    "detached": ((), lambda stats: stats.log_prob.detach()),
+    "a constant": ((), lambda stats: torch.zeros(()).expand(stats.lse.shape)),
+}
+
+
+@pytest.mark.parametrize("others", [[], [hl.CrossEntropy()]], ids=["alone", "beside another"])
+@pytest.mark.parametrize("case", WITHOUT_GRADIENT)
+def test_a_term_that_trains_nothing_is_refused(case, others):
+    want, function = WITHOUT_GRADIENT[case]
+    head = hl.HeadLoss([*others, hl.Term("own", function, want=want)])
+    logits, labels = torch.randn(3, 7), torch.tensor([0, 6, -100])
+    assert head(logits, labels).loss.isfinite()  # nothing is trained
+    with pytest.raises(ValueError, match="term 'own' must return a loss with a gradient, got one"):
+        head(logits.requires_grad_(), labels)
+    with torch.no_grad():
+        head(logits, labels)

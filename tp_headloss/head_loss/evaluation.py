@@ -63,6 +63,8 @@ def evaluate(
             if value is None:
                 _expect_statistics(function, stats, inputs)
             expect_per_token(function.owner, value, stats.lse.shape, function.is_loss)
+            if function.is_loss:
+                _expect_gradient(function.owner, value, stats)
     with torch.no_grad():
         by_token, by_sequence = _metric_values(metrics, stats, inputs), {}
         if by_token and (sequences := inputs.get("sequences")) is not None:
@@ -123,6 +125,16 @@ def expect_unchanged(
             "functions of statistics and inputs must not change them in place (x *= 2, x.exp_()), "
             f"which others read as well: write x = x * 2; got a change by {' or '.join(owners)}"
         ) from error
+
+
+def _expect_gradient(owner: str, value: torch.Tensor, stats: VocabStatistics):
+    """Raise ValueError for a loss whose gradient is none though that of the statistics is wanted: it
+    would move the loss and train nothing."""
+    if torch.is_grad_enabled() and stats.lse.requires_grad and not value.requires_grad:
+        raise ValueError(
+            f"{owner} must return a loss with a gradient, got one without (of a statistic that has "
+            "none, or detached): make it a Metric"
+        )
 
 
 def _metric_values(metrics, stats, inputs) -> dict[str, torch.Tensor]:
