@@ -416,13 +416,15 @@ def refusals(group):
         lambda: head.losses_from_logits(torch.zeros(S, B, V // 2), batch()[3], layer), "got None"
     )
     layer.tp_group = tp_group
+    hidden, labels = torch.zeros(S, B, H), batch()[3]
     for option in ("defer_embedding_wgrad_compute", "fp8_output_proj"):
         # it has that name
         assert hasattr(model.config, option) or (option == "fp8_output_proj" and not HAS_HYBRID)
         setattr(model.config, option, True)
         installing(f"{option}=True")
         refused(
-            lambda: head.losses_from_hidden(None, None, layer, None, model.config), f"{option}=True"
+            lambda: head.losses_from_hidden(hidden, None, layer, labels, model.config),
+            f"{option}=True",
         )
         setattr(model.config, option, False)
     layer.gtp_remat_size, before = 2, getattr(layer, "gtp_remat_size", 1)

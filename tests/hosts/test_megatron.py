@@ -8,6 +8,7 @@ import pytest
 
 VERSIONS = ("0.16.1", "0.19.2")
 SCHEDULES = "megatron_schedule_cases.py"
+SCRIPT = "megatron_soft_target_cases.py"
 SAME = (
     *(
         "plain",
@@ -57,21 +58,26 @@ SCHEDULED = (
 
 
 def result(version, case, ranks=2):
-    return cases.result(f"megatron-{version}", "megatron_soft_target_cases.py", case, ranks)
+    return cases.result(f"megatron-{version}", SCRIPT, case, ranks)
 
 
 def scheduled(version, case):
     return result(version, case, 4)
 
 
-def with_versions(*names, script):
+def with_versions(*names, script=SCRIPT):
     """A test's (version, case): each case with the versions that run it."""
     pairs = [(v, x) for v in VERSIONS for x in names if cases.runs(f"megatron-{v}", script, x)]
     return pytest.mark.parametrize(("version", "case"), pairs)
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("case", SAME)
+@pytest.mark.skipif(cases.FULL, reason="runs all of them")
+def test_the_older_version_runs_the_cases_that_are_listed():
+    older = "megatron-0.16.1", SCRIPT
+    assert set(cases.results(*older)) == {*cases.OLDER[older]}
+
+
+@with_versions(*SAME)
 def test_losses_and_all_gradients_equal_megatrons(version, case):
     found = result(version, case)
     assert found["loss"] < 1e-6 and found["grads"] < 1e-6, found
@@ -100,6 +106,7 @@ SOFT = [
     (version, case)
     for version in VERSIONS
     for case in ("soft", "soft, sp, tied", "soft and hard", "cp")
+    if cases.runs(f"megatron-{version}", SCRIPT, case)
 ]
 SOFT += [("0.19.2", case) for case in ("soft, detached heads", "soft, hybrid, sp", "soft, mup")]
 
@@ -123,8 +130,7 @@ def test_likeliest_ids_are_looked_for_where_megatron_counts_them(version):
     assert result(version, "counted") == {"counted": True}
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("case", ["bf16", "loss hook, bf16", "loss hook, fused stock"])
+@with_versions("bf16", "loss hook, bf16", "loss hook, fused stock")
 def test_losses_and_gradients_equal_megatrons_to_the_rounding_of_bf16(version, case):
     """Megatron's fused loss rounds the logits' gradient to bf16, whatever the model's type."""
     found = result(version, case)
@@ -165,8 +171,7 @@ MISUSES = (
 )
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("case", MISUSES)
+@with_versions(*MISUSES)
 def test_a_head_that_nothing_would_call_or_that_ranks_do_not_share_is_refused(version, case):
     assert result(version, case) == {}
 
@@ -203,9 +208,9 @@ def test_a_copy_runs_with_its_own_weights_and_the_check_call_leaves_no_trace(ver
     assert found["modes"] and found["observed"] == 0 and found["difference"] < 1e-5, found
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_own_terms_metrics_and_the_true_vocabulary(version):
-    found = result(version, "own terms")
+@with_versions("own terms")
+def test_own_terms_metrics_and_the_true_vocabulary(version, case):
+    found = result(version, case)
     assert found["loss"] < 1e-6 and found["entropy"] > 0
 
 

@@ -1,6 +1,7 @@
 """Trainers of hosts end to end, on two ranks and on four, with their own loss and with ours: what
 they log, and their gradients or weights. transformers and TRL are in trainer_cases.py, torchtitan
-is in torchtitan_trainer_cases.py. TRL's losses that are presets are in preset_cases.py."""
+is in torchtitan_trainer_cases.py. TRL's losses that are presets are in preset_cases.py, and what
+users of transformers and TRL get wrong is in transformers_mistakes_cases.py."""
 
 import pytest
 from cases import FULL, result, results
@@ -17,6 +18,21 @@ if FULL:
     GRADIENTS[TRANSFORMERS, 2] |= {"DPO", "GRPO"}
     GRADIENTS[TRANSFORMERS, 4] |= {"SFT"}
 PRESETS = [f"preset {name}" for name in ("GRPO", "DAPO", "DrGRPO", "GSPO", "CISPO")]
+MISTAKES = (
+    "evaluated",
+    "metrics",
+    "labels differ",
+    "settings differ",
+    "one rank refuses",
+    "words",
+    "aliases",
+    "assigned",
+    "unfit",
+    "counts",
+    "weighted",
+    "other vocabularies",
+    "plan alone",
+)
 WEIGHTS = {
     2: {
         *("logits", "fused", "fused-tied", "fused-pp"),
@@ -28,8 +44,10 @@ WEIGHTS = {
 
 @pytest.mark.parametrize(("host", "ranks"), GRADIENTS)
 def test_every_case_of_transformers_is_looked_at(host, ranks):
-    others = {*PRESETS} if (host, ranks) == (TRANSFORMERS, 2) else set()
-    assert set(results(host, "trainer_cases.py", ranks)) == GRADIENTS[host, ranks] | others
+    expected = {*GRADIENTS[host, ranks]}
+    if (host, ranks) == (TRANSFORMERS, 2):
+        expected |= {*PRESETS, *(f"mistake: {case}" for case in MISTAKES)}
+    assert set(results(host, "trainer_cases.py", ranks)) == expected
 
 
 @pytest.mark.parametrize("ranks", WEIGHTS)
@@ -51,6 +69,11 @@ def test_the_trainers_of_transformers_and_trl_log_and_learn_the_same(host, ranks
 def test_a_preset_has_the_loss_and_gradient_of_trls_trainer(preset):
     found = result(TRANSFORMERS, "trainer_cases.py", preset)
     assert max(found["loss"], found["gradient"]) < 1e-6 < 1e-4 < found["mutant"], found
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_mistakes_are_errors_on_every_rank_or_mean_what_was_expected(case):
+    assert result(TRANSFORMERS, "trainer_cases.py", f"mistake: {case}") == {}
 
 
 @pytest.mark.parametrize(

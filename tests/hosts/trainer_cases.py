@@ -46,6 +46,7 @@ if TRL:
     from datasets import Dataset
     from peft import LoraConfig, get_peft_model
     from preset_cases import CASES as PRESET_CASES
+    from transformers_mistakes_cases import CASES as MISTAKES
 
     from tp_headloss.integrations.trl import fuse_log_probs
 
@@ -291,6 +292,8 @@ CASES = {
     },
 }
 if TRL:
+    # in the process that has imported TRL and PEFT
+    CASES[2] |= {f"mistake: {name}": case for name, case in MISTAKES.items()}
     CASES[2] |= {"PEFT": adapters, "KTO": partial(same_as_trl, name="KTO"), **PRESET_CASES}
     # DPO: takes log_sum_sq_probs
     several = {"SFT": {}, "DPO": {"use_weighting": True}, "GRPO": GRPO, "RLOO": GRPO}

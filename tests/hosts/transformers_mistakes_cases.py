@@ -1,17 +1,15 @@
 """What users of transformers and TRL get wrong on two ranks: each mistake is an error on every rank
-whose words say what to write, or means what its user expected."""
+whose words say what to write, or means what its user expected. trainer_cases.py runs them."""
 
 import contextlib
 import inspect
 import itertools
-import os
 import tempfile
 from functools import partial
 
-import accelerate
 import torch
 import torch.distributed as dist
-from cases import main, number_of_ranks, refused
+from cases import refused
 from peft import LoraConfig, get_peft_model
 from torch.nn import DataParallel
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
@@ -33,13 +31,6 @@ from tp_headloss.integrations.transformers import causal_lm_loss, colwise_plan, 
 from tp_headloss.integrations.transformers.model_parts import HEAD_ARGUMENTS
 from tp_headloss.integrations.trl import READ, fuse_log_probs
 from tp_headloss.spec.aliases import ALIASES
-
-accelerate.Accelerator.multi_device = property(lambda self: self.use_distributed)
-
-
-def begin(group):
-    os.environ |= {"LOCAL_WORLD_SIZE": str(number_of_ranks()), "MASTER_ADDR": "localhost"}
-
 
 INSTALL = {
     "fuse_head": fuse_head,
@@ -558,6 +549,3 @@ CASES = {
     "other vocabularies": other_vocabularies,
     "plan alone": plan_alone,
 }
-
-if __name__ == "__main__":
-    main(CASES, begin)
