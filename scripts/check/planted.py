@@ -717,7 +717,7 @@ GROUPS = {
         ("integrations/transformers/model_facts.py", "call_shard", 'hasattr(weight, "ds_id")', "False"),
         ("integrations/transformers/fused_head.py", "FusedHead._forward", 'model_parts.denominator_of(head_loss, given.get("num_items_in_batch"), hidden.device)', "None"),
     ],
-    "test_transformers": [
+    "test_transformers test_trainers": [
         ("integrations/transformers/check.py", "InstalledForward._run_body", "hooks - known", "set()"),
         ("integrations/transformers/check.py", "_expect_no_hooks", "not _is_from(hook, 'torch.distributed', 'transformers', 'deepspeed')", "False"),
         ("integrations/transformers/check.py", "InstalledForward.__init__", "Agreement(Options(validate='full'), self.checked_shard)", "Agreement(Options(), self.checked_shard)"),
