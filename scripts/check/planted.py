@@ -866,6 +866,8 @@ GROUPS = {
         ("head_loss/definition.py", "_expect_all", "is_number(part)", "False"),
         ("spec/aliases.py", "refuse_keywords", "keyword in KEYWORDS.get(record, ())", "False"),
         ("spec/aliases.py", "synonym", "x.ours in names", "True"),
+        ("spec/lines.py", "TupleOf._hint_of_one", "not self.ordered", "True"),
+        ("call/not_finite.py", "_log_prob_hint", "(values > 1 + 1e-3).any()", "False"),
         ("spec/aliases.py", "hint", "alias.ours in names", "True"),
         ("spec/aliases.py", "refuse_keywords", "keyword in KEYWORDS.get(place, ())", "False"),
         ("spec/checked.py", "_checking.call", "args, kwargs = (), given", "pass"),
@@ -956,7 +958,7 @@ GROUPS = {
         ("head_loss/loss.py", "_argument.replace", "HeadLoss(**self._definition.arguments() | {name: value})._definition", "self._definition._replace(**{name: value})"),
     ],
     "test_arguments_of_losses": [
-        ("spec/tensor_line.py", "TensorLine._shape_hint", "x.dim() == 0", "False"),
+        ("spec/tensor_line.py", "TensorLine._fewer_hint", "x.dim() == 0", "False"),
         ("spec/tensor_line.py", "TensorLine._shape_hint", "same or is_flat", "same"),
         ("spec/tensor_line.py", "TensorLine._shape_hint", "x.dim() == 1 and len(x) == math.prod(lead)", "False"),
         ("losses/policy.py", "expect_distances", "0.5 <= low < 1 < high", "False"),
@@ -990,6 +992,8 @@ GROUPS = {
     "test_policy_inputs": [
         ("head_loss/checks.py", "_per_token", "isinstance(line, TensorLine) and line.broadcasts", "True"),
         ("head_loss/definition.py", "HeadLossDefinition.input_lines", "name.endswith('log_prob')", "False"),
+        ("spec/tensor_line.py", "TensorLine._shape_hint", "said and self.per_token", "False"),
+        ("head_loss/checks.py", "_warn_of_zeros", "(value == 0) & is_valid", "value == 0"),
     ],
     "test_own_family": [
         ("engine/eager.py", "_checked", "found.shape not in shapes", "False"),

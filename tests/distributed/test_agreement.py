@@ -512,6 +512,11 @@ UNNOTICED = {
     "hidden states of other values": ({"hidden": 1.0}, "equal numbers"),
     "a softcap": ({"softcap": 3.0}, "equal numbers"),
     "a weight of a term": ({"weight": 2.0}, "its own number"),
+    "another objective": ({"policy": hl.PolicyGradient("reinforce")}, "its own number"),
+    "another clip": ({"policy": hl.PolicyGradient(clip=(0.1, 0.1))}, "its own number"),
+    "a rollout_weight": ({"policy": hl.PolicyGradient(rollout_weight=True)}, "its own number"),
+    "another reduction": ({"reduction": "sum"}, "its own number"),
+    "the weight of another rank": ({"swapped": True}, "equal numbers, in each mode"),
 }
 
 
@@ -519,15 +524,21 @@ def unnoticed(group, device, own, options, mode):
     own = {"last": own.get("last", V - 1)} | (own if group.rank() == group.size() - 1 else {})
     shard = hl.VocabShard.from_group(group, own.get("vocab_size", V), padded_size=V)
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(V, H, generator=generator)[shard.start : shard.stop].to(device)
+    rows = torch.randn(V, H, generator=generator)
+    rows = rows.roll(V // 2 if own.get("swapped") else 0, 0)
+    weight = rows[shard.start : shard.stop].to(device)
     hidden = (torch.randn(N, H, generator=generator) + own.get("hidden", 0.0)).to(device)
     labels = torch.tensor([5, 6, 7, 8, 9, own["last"]], device=device)
+    policy = own.get("policy", hl.PolicyGradient())
     head_loss = hl.HeadLoss(
-        hl.CrossEntropy(own.get("weight", 1.0)),
+        [hl.CrossEntropy(own.get("weight", 1.0)), policy],
         ignore_index=own.get("ignore_index", -100),
+        reduction=own.get("reduction", "mean"),
         options=options,
     )
     call = {"shard": shard, "transform": hl.Transform(softcap=own.get("softcap"))}
+    given = {"advantages": 1.0, "old_log_prob": -8.0, "rollout_weight": 0.5}
+    call["inputs"] = {name: torch.full((N,), given[name], device=device) for name in policy.inputs}
     call["linear"] = hl.Linear(mode)
     out = head_loss.linear(hidden, weight, labels, **call)
     return float(out.loss), int(out.stats.log_prob.isnan().sum())
@@ -548,4 +559,7 @@ def test_what_differs_by_rank_is_noticed_where_the_page_says_so(name, mode):
     validate = "checksums" if "hidden" in own else "full"
     options = hl.Options(validate=validate)
     full = on_ranks(2, unnoticed, own, options, mode, failures=True)
+    if happens.endswith("in each mode"):  # what is sharded differs by rank, and is not compared
+        assert full == [(first, nan)] * 2
+        return
     assert {x.kind for x in full} == {"ValueError"} and len({x.message for x in full}) == 1

@@ -12,7 +12,6 @@ import torch
 import tp_headloss
 from tp_headloss import (
     CISPO,
-    DAPO,
     GRPO,
     Distillation,
     HeadLoss,
@@ -244,7 +243,6 @@ PER_TOKEN = {
         X, torch.zeros(4, 4), IDS, transform=Transform(temperature=x)
     ),
     "token_weight": lambda x: HeadLoss()(X, IDS, token_weight=x),
-    "old_log_prob": lambda x: DAPO()(X, IDS, inputs={"advantages": MASK, "old_log_prob": x}),
     **{
         name: lambda x, name=name: kept_ids(X, SamplingRule(**{name: x}))
         for name in ("top_p", "min_p")

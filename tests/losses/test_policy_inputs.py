@@ -1,6 +1,8 @@
 """Inputs, masks, weights, denominators and options that callers give to a policy gradient."""
 
 import math
+import warnings
+from pathlib import Path
 
 import policy_oracle as oracle
 import pytest
@@ -8,6 +10,7 @@ import torch
 from policy_problem import B, S, needed, problem
 
 import tp_headloss as hl
+from tp_headloss.head_loss.policy_terms import OBJECTIVES
 
 
 def test_inputs_are_constants_of_any_kind(options, device):
@@ -133,3 +136,73 @@ def test_a_log_prob_per_row_is_refused_also_where_no_function_says_what_the_inpu
                 ValueError, match=rf"'old_log_prob' must have shape \[4, 7\] of labels, got {size}"
             ):
                 head(x, labels, inputs=given | wrong)
+
+
+@pytest.mark.parametrize("zeros", [0, 1, 5])
+def test_check_warns_of_log_probs_that_are_0_where_a_token_counts(zeros):
+    """As those of tokens that were ignored when they were scored; of ignored ones they are right."""
+    x, labels, mask, inputs = problem()
+    head = hl.HeadLoss(hl.PolicyGradient(), options=hl.Options(check=True))
+    place = mask.flatten().nonzero()[:zeros, 0]
+    old = torch.where(mask, inputs["old_log_prob"], 0.0).clamp(max=-0.1 * mask).flatten()
+    given = {"advantages": inputs["advantages"]}
+    given["old_log_prob"] = old.index_fill(0, place, 0.0).view(B, S)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        head(x, labels, inputs=given)
+    said = f"'old_log_prob' is exactly 0 at {zeros} of {int(mask.sum())} tokens that count"
+    assert [said in str(warning.message) for warning in caught] == [True] * (zeros > 0)
+
+
+def test_the_page_says_which_objectives_are_tokenwise():
+    page = Path(__file__).parents[2].joinpath("docs", "guides", "policy.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| `")]
+    said = {}
+    for name in OBJECTIVES:  # "gspo-length-weighted" is within another's row
+        said[name] = next(row[2] for row in rows if f'`"{name}"`' in row[0] + row[1])
+    tokenwise = {name: hl.PolicyGradient(name).tokenwise for name in OBJECTIVES}
+    assert said == {name: "yes" if value else "no" for name, value in tokenwise.items()}
+
+
+SCORED = {
+    **{f"{name}, input": hl.PolicyGradient(name) for name in OBJECTIVES},
+    "kl, input": hl.KLToReference(0.1, importance_weight="generator"),
+    "own, input": hl.Term(
+        "own", lambda stats, their_log_prob: stats.log_prob, inputs=("their_log_prob",)
+    ),
+}
+FEWER = {
+    "a sum for each sequence": lambda x: x.sum(1),
+    "a row of sums": lambda x: x.sum(1, keepdim=True),
+    "one for all": lambda x: x.sum(),
+    "of the first sequence": lambda x: x[:1],
+}
+
+
+def lines_of_log_probs():
+    """Each line of log-probs per token, by the function of `losses` or the term, and its name."""
+    functions = {name: vars(hl.losses)[name] for name in hl.losses.__all__}
+    found = {name: getattr(function, "lines", {}) for name, function in functions.items()}
+    heads = {name: hl.HeadLoss(term) for name, term in SCORED.items()}
+    found |= {name: head._definition.plan.inputs for name, head in heads.items()}
+    named = {
+        f"{function}, {name}": next(iter(getattr(line, "lines", (line,))))
+        for function, lines in found.items()
+        for name, line in lines.items()
+        # the rest of a teacher's top K, which may be one for all tokens
+        if name.endswith("log_prob") and name != "tail_log_prob"
+    }
+    return {name: line for name, line in named.items() if getattr(line, "shape", 0) == ("..",)}
+
+
+@pytest.mark.parametrize("fewer", FEWER)
+def test_the_sum_of_a_sequences_log_probs_is_never_to_be_expanded(fewer):
+    log_prob = -torch.rand(B, S)
+    lines = lines_of_log_probs()
+    assert len(lines) > 30
+    for line in lines.values():
+        line.check("x", log_prob, {"..": ((B, S), "labels")})
+        with pytest.raises(ValueError, match="log-probs are per token, not summed over a sequence"):
+            line.check("x", FEWER[fewer](log_prob), {"..": ((B, S), "labels")})
+        with pytest.raises(ValueError, match=rf"pass its .reshape\({B}, {S}\)"):
+            line.check("x", log_prob.flatten(), {"..": ((B, S), "labels")})

@@ -16,6 +16,7 @@ from tp_headloss import (
     CausalLMLoss,
     CrossEntropy,
     Distillation,
+    GeneratorMetrics,
     HeadLoss,
     KLToReference,
     Linear,
@@ -154,6 +155,14 @@ MESSAGES = {
         lambda: PolicyGradient("clip", clip=0.2),
         "such as (0.2, 0.28), got 0.2: for both, (0.2, 0.2)",
     ),
+    "a KL's weight by position": (
+        lambda: GRPO((0.2, 0.2), 0.04),
+        "where the clip ends, got 0.04: a KL's weight is the keyword kl=",
+    ),
+    "one bound": (
+        lambda: GeneratorMetrics(2.0),
+        "the highest, such as (0.0, 2.0), got 2.0: for at most 2.0, (0.0, 2.0)",
+    ),
     "spelling": (
         lambda: HeadLoss(reduction="seq_mean_token_sum"),
         "did you mean 'seq-mean-token-sum'?",
@@ -243,6 +252,12 @@ MESSAGES = {
             LOGITS, LABELS, inputs={"reference_log_prob": LOGITS.sigmoid()[..., 0]}
         ),
         "such tokens: are these probabilities? Pass their log()",
+    ),
+    "negated log-probs": (
+        lambda: HeadLoss(KLToReference(0.1), options=Options(check=True))(
+            LOGITS, LABELS, inputs={"reference_log_prob": torch.linspace(0.1, 3.0, 10).view(2, 5)}
+        ),
+        "such tokens: negated? Pass log-probs, which are never above 0",
     ),
     "an input that CausalLMLoss cannot move": (
         lambda: CausalLMLoss(HeadLoss(PolicyGradient("reinforce")))(

@@ -25,12 +25,20 @@ def expect_finite(name: str, x: Any, where: torch.Tensor):
     if tokens:
         by_token = x.expand(*where.shape, *x.shape[where.dim() :]).flatten(0, where.dim() - 1)
         value = by_token[tokens[0]]
-        are_probs = has_log_probs and bool((value > 1e-3).any())
-        said = ": are these probabilities? Pass their log()" * are_probs
+        said = _log_prob_hint(by_token[tokens]) if has_log_probs else ""
         raise ValueError(
             f"{name} of token {tokens[0]} (flat index) holds {_word(value)}; "
             f"{_such(len(tokens), 'token')}{said}"
         )
+
+
+def _log_prob_hint(values: torch.Tensor) -> str:
+    """Return what values above 0 in the place of log-probs may be, "" if there are none."""
+    if not (values > 1e-3).any():
+        return ""
+    if (values > 1 + 1e-3).any():
+        return ": negated? Pass log-probs, which are never above 0"
+    return ": are these probabilities? Pass their log()"
 
 
 def expect_known(

@@ -1,6 +1,7 @@
 """Checks of the arguments of one `HeadLoss` call."""
 
 import math
+import warnings
 from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any, NamedTuple, TypeAlias
@@ -126,6 +127,8 @@ def _check_values(definition, x, labels, token_weight, denominator, inputs):
     for name, value in inputs.items():
         expect_finite(f"input {name!r}", value, is_valid)
     expect_finite("token_weight", token_weight, is_valid)
+    if "sets" not in inputs:  # of one id, whose log-prob is 0
+        _warn_of_zeros(inputs, is_valid)
     if isinstance(weight := inputs.get("rollout_weight"), torch.Tensor):
         refuse_tokens(
             (weight < 0) & is_valid,
@@ -146,6 +149,22 @@ def _check_values(definition, x, labels, token_weight, denominator, inputs):
                 "denominator= it may be"
             ),
         )
+
+
+def _warn_of_zeros(inputs, is_valid: torch.Tensor):
+    """Warn of recorded log-probs that are exactly 0 at tokens that count.
+
+    A policy that is certain of a token has them, too, so they are no error.
+    """
+    for name, value in inputs.items():
+        if not name.endswith("log_prob") or not isinstance(value, torch.Tensor):
+            continue
+        if count := int(((value == 0) & is_valid).sum()):
+            warnings.warn(
+                f"input {name!r} is exactly 0 at {count} of {int(is_valid.sum())} tokens that "
+                "count: was it scored under another mask? Log-probs of ignored tokens are 0",
+                stacklevel=2,
+            )
 
 
 def _check_bytes(num_bytes: torch.Tensor, is_valid: torch.Tensor):

@@ -13,7 +13,7 @@ from ..arguments.options import Options
 from ..arguments.sequences import SEQUENCE_REDUCTIONS
 from ..engine.reductions import StatisticValue, SumsPlan
 from ..losses import policy_metrics
-from ..spec import EACH_TOKEN, PER_TOKEN, TOKENS, Line, lines_within
+from ..spec import EACH_TOKEN, LOG_PROBS, PER_TOKEN, Line, lines_within
 from ..spec.aliases import hint
 from ..spec.checks import is_number
 from ..statistics import AT_IDS, FULL_TEACHER, OVER_SETS, TOPK_TEACHER, MaybeNone, known_statistics
@@ -218,7 +218,7 @@ class HeadLossDefinition(NamedTuple):
             said = lines_within(part.function)
             for name in part.inputs:  # log-probs never broadcast
                 default = (
-                    TOKENS
+                    LOG_PROBS
                     if name.endswith("log_prob")
                     else EACH_TOKEN
                     if name == "num_bytes"

@@ -71,11 +71,16 @@ def PolicyGradient(
 ) -> Term:
     """Policy-gradient objective, by its name; "clip" is that of PPO, GRPO and DAPO.
 
+    Log-probs of old policy, reference and loss need the same mask of labels and the same
+    `Transform`, temperature included. A log-prob of exactly 0 at a token that counts is a warning
+    with ``Options(check=True)``: ignored tokens have it.
+
     Inputs, without gradient: "advantages" and "old_log_prob", for "reinforce" the first alone;
     besides, "sequences" for "gspo", "gspo-length-weighted", "gmpo" and "vespo", and "noise" for
     "clip-cov"; for "positive-nll" only "rewards".
 
     Args:
+        weight: the second argument by position, as in all terms: a clip is ``clip=(low, high)``.
         rollout_weight: multiply the loss by the input "rollout_weight", a weight per token from
             `losses.rollout`.
         rollout_log_weight: add the input "rollout_log_weight", log-weights per token, to the
@@ -133,6 +138,9 @@ def KLToReference(
     "reference_log_prob".
 
     Args:
+        estimator: the gradient of "k1" and "abs" is no KL's: that of "k1" has mean 0 over the
+            policy's own samples, and trains nothing; write "k1+", "abs+". The value of "k3" is
+            clamped to 10 by default, with gradient 0 beyond.
         importance_weight: by default none; "on-policy" for a weight of value 1 with the score function's
             gradient; "old" or "generator" for the ratio to the input "old_log_prob" or
             "generator_log_prob", which gets no gradient.

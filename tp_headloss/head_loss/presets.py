@@ -11,17 +11,22 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from ..arguments.sequences import SequenceReduction
 from ..losses.policy import CLIP
-from ..spec import CheckedBy, NotNegativeFp32, Pair, Positive, checked, lines_within
+from ..losses.ratio import Clip
+from ..spec import CheckedBy, NotNegativeFp32, Positive, checked, lines_within
 from .definition import Reduction
 from .loss import HeadLoss
 from .policy_terms import KLToReference, PolicyGradient
 from .terms import Entropy
 
 Kl: TypeAlias = Annotated[
-    NotNegativeFp32, "Weight of the KL to the reference (k3 of `KLToReference`); 0: none"
+    NotNegativeFp32,
+    "Weight of the KL to the reference (k3 of `KLToReference`, at most 10 per token, with gradient 0 "
+    "beyond); 0: none",
 ]
 Bonus: TypeAlias = Annotated[NotNegativeFp32, "Weight of the entropy bonus; 0: none"]
-Dual: TypeAlias = Positive | None
+Dual: TypeAlias = (
+    Annotated[Positive, "At least 1 + high: the loss is at most -dual_clip A where A < 0"] | None
+)
 HANDED_ON = frozenset(lines_within(HeadLoss)) - {"terms", "reduction"}
 GIVEN = "arguments of the `HeadLoss`, such as metrics, but its terms and reduction, which the preset sets itself"
 Keywords: TypeAlias = Annotated[Any, CheckedBy(GIVEN, names=HANDED_ON)]
@@ -41,7 +46,7 @@ def _loss(term, reduction: AnyReduction, kl: float, entropy: float, keywords) ->
 
 @checked
 def PPO(
-    clip: Pair = CLIP,
+    clip: Clip = CLIP,
     dual_clip: Dual = None,
     *,
     kl: Kl = 0.0,
@@ -62,7 +67,7 @@ def PPO(
 
 @checked
 def GRPO(
-    clip: Pair = CLIP,
+    clip: Clip = CLIP,
     dual_clip: Dual = None,
     *,
     kl: Kl = 0.0,
@@ -89,7 +94,7 @@ def GRPO(
 
 @checked
 def DAPO(
-    clip: Pair = (0.2, 0.28),
+    clip: Clip = (0.2, 0.28),
     dual_clip: Dual = None,
     *,
     kl: Kl = 0.0,
@@ -110,7 +115,7 @@ def DAPO(
 
 @checked
 def DrGRPO(
-    clip: Pair = CLIP,
+    clip: Clip = CLIP,
     dual_clip: Dual = None,
     *,
     kl: Kl = 0.0,
@@ -118,7 +123,8 @@ def DrGRPO(
     **keywords: Keywords,
 ) -> HeadLoss:
     """Return PPO's objective summed over tokens, divided by the number of sequences and by a
-    constant length, the horizon of the input "sequences" (arXiv:2503.20783). Its advantages are not
+    constant length L, the horizon of the input "sequences" (arXiv:2503.20783):
+    ``Sequences.from_mask(.., horizon=L)``. Its advantages are not
     divided by their deviation.
 
     Examples:
@@ -131,7 +137,7 @@ def DrGRPO(
 
 @checked
 def GSPO(
-    clip: Pair = (3e-4, 4e-4),
+    clip: Clip = (3e-4, 4e-4),
     dual_clip: Dual = None,
     *,
     kl: Kl = 0.0,
@@ -152,7 +158,7 @@ def GSPO(
 
 @checked
 def CISPO(
-    clip: Pair = CLIP,
+    clip: Clip = CLIP,
     convention: Literal["offset", "bound"] = "offset",
     *,
     kl: Kl = 0.0,

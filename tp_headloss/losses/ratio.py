@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal, TypeAlias
 import torch
 
 from ..spec import (
+    CONSTANT_LOG_PROBS,
+    LOG_PROBS,
     ConstantPerToken,
-    ConstantValues,
     Pair,
     Positive,
     TokenMask,
@@ -17,14 +18,23 @@ from ..spec import (
     checked,
 )
 
-LogProb: TypeAlias = Annotated[TokenValues, "Log-prob of the policy being trained, nats"]
+# log-probs, not probabilities: where their values are not read, nothing can tell
+NATS = "in nats, never above 0"
+LogProb: TypeAlias = Annotated[
+    torch.Tensor, LOG_PROBS, f"Log-prob of the policy being trained, {NATS}"
+]
 OldLogProb: TypeAlias = Annotated[
-    ConstantValues, "Log-prob of the policy that sampled the tokens, nats"
+    torch.Tensor, CONSTANT_LOG_PROBS, f"Log-prob of the policy that sampled the tokens, {NATS}"
 ]
-ReferenceLogProb: TypeAlias = Annotated[ConstantValues, "Log-prob of the reference, nats"]
+ReferenceLogProb: TypeAlias = Annotated[
+    torch.Tensor, CONSTANT_LOG_PROBS, f"Log-prob of the reference, {NATS}"
+]
 GeneratorLogProb: TypeAlias = Annotated[
-    ConstantValues, "Log-prob of the program that sampled, such as vLLM, nats"
+    torch.Tensor,
+    CONSTANT_LOG_PROBS,
+    f"Log-prob of the program that sampled, such as vLLM, {NATS}",
 ]
+OtherLogProb: TypeAlias = Annotated[torch.Tensor, LOG_PROBS, f"Log-prob to compare with, {NATS}"]
 Advantages: TypeAlias = ConstantPerToken
 ValidTokens: TypeAlias = Annotated[TokenMask, "The tokens that count"]
 Clip: TypeAlias = Annotated[Pair, "(low, high) bounds the ratio r to [1 - low, 1 + high]"]
@@ -65,7 +75,7 @@ def bounded(x: torch.Tensor, low: Any = -math.inf, high: Any = math.inf) -> torc
 
 @checked
 def log_ratio(
-    log_prob: LogProb, other: TokenValues, clamp: Positive | None = LOG_RATIO_CLAMP
+    log_prob: LogProb, other: OtherLogProb, clamp: Positive | None = LOG_RATIO_CLAMP
 ) -> TokenValues:
     """Return log_prob - other, clamped to +-clamp with zero gradient beyond; NaN stays NaN.
 

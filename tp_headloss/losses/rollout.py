@@ -15,11 +15,13 @@ from typing import Annotated, TypeAlias
 import torch
 
 from ..arguments.sequences import Sequences
-from ..spec import Bounds, ConstantValues, checked
-from .ratio import LOG_RATIO_CLAMP, GeneratorLogProb, Level, log_ratio
+from ..spec import CONSTANT_LOG_PROBS, Bounds, checked
+from .ratio import LOG_RATIO_CLAMP, NATS, GeneratorLogProb, Level, log_ratio
 
 TrainerLogProb: TypeAlias = Annotated[
-    ConstantValues, "The trainer's at sampling time (``old_log_prob``), nats"
+    torch.Tensor,
+    CONSTANT_LOG_PROBS,
+    f"The trainer's at sampling time (``old_log_prob``), {NATS}",
 ]
 
 RolloutWeight: TypeAlias = Annotated[

@@ -43,6 +43,9 @@ TENSOR = TensorLine("real numbers or bool", None)
 TOKENS = TensorLine("floating point")
 PER_TOKEN = TensorLine("real numbers", broadcasts=True)
 EACH_TOKEN = TensorLine("real numbers")  # which does not broadcast
+NOT_SUMS = ": log-probs are per token, not summed over a sequence"
+LOG_PROBS = TensorLine("floating point", per_token=NOT_SUMS)
+CONSTANT_LOG_PROBS = TensorLine("floating point", detached=True, per_token=NOT_SUMS)
 TokenValues: TypeAlias = Annotated[torch.Tensor, TOKENS]
 PerToken: TypeAlias = Annotated[torch.Tensor, PER_TOKEN]
 ConstantValues: TypeAlias = Annotated[torch.Tensor, TensorLine("floating point", detached=True)]
@@ -84,6 +87,7 @@ NotNegativeFp32: TypeAlias = Annotated[
 IN_FP32 = NumberLine(in_fp32=True)
 Pair: TypeAlias = Annotated[tuple[float, float], TupleOf(IN_FP32, 2)]
 PositivePair: TypeAlias = Annotated[tuple[float, float], TupleOf(POSITIVE, 2)]
+# of an importance weight, in the range of which 1 is
 Bounds: TypeAlias = Annotated[tuple[float, float], TupleOf(IN_FP32, 2, ordered=True)]
 Count: TypeAlias = Annotated[int, IntLine(0)]
 GREEDY = ": for 0, which is greedy, SamplingRule(top_k=1) or argmax"

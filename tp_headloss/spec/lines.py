@@ -71,16 +71,22 @@ class TupleOf:
         if not isinstance(value, (tuple, list)) or len(value) != (self.count or len(value)):
             if self.count is None:
                 raise TypeError(f"{name} must be a tuple or list, got {type(value).__name__}")
-            both = f": for both, ({value}, {value})" if self.count == 2 and is_number(value) else ""
-            raise TypeError(
-                f"{name} must be {self.count} {_PLURALS[type(self.line)]}, got {shown(value)}{both}"
-            )
+            kind = _ORDERED if self.ordered else _PLURALS[type(self.line)]
+            said = self._hint_of_one(value) if self.count == 2 and is_number(value) else ""
+            raise TypeError(f"{name} must be {self.count} {kind}, got {shown(value)}{said}")
         for part in value:
             self.line.check(f"each of {name}", part, sizes)
         if self.ordered and not value[0] <= value[1]:
             raise ValueError(f"{name} must be (lowest, highest), got {value}")
 
+    def _hint_of_one(self, value) -> str:
+        """Return what to write in the place of one number."""
+        if not self.ordered:
+            return f": for both, ({value}, {value})"
+        return f": for at most {value}, (0.0, {value})" if value > 0 else ""
 
+
+_ORDERED = "numbers, the lowest and the highest, such as (0.0, 2.0)"
 _PLURALS = {
     NumberLine: "numbers, such as (0.2, 0.28)",
     TupleOf: "pairs of numbers, such as ((2.0, 3.0), (3.0, 2.0))",

@@ -44,6 +44,7 @@ class TensorLine:
         constant: it gets no gradient, so that one that requires it is an error.
         detached: it is a constant to the function, whose call detaches it.
         hint: of the error for anything but a tensor.
+        per_token: of the error for a value per sequence, or one for all, which must not be expanded.
     """
 
     kind: str
@@ -53,6 +54,7 @@ class TensorLine:
     constant: bool = False
     detached: bool = False
     hint: str = ""
+    per_token: str = ""
 
     @property
     def says(self) -> str:
@@ -162,12 +164,18 @@ class TensorLine:
         if lead != expected or not lead:
             return ""
         sizes = ", ".join(map(str, lead))
-        if x.dim() == 0 or (as_many and all(n in (1, e) for n, e in zip(x.shape, lead))):
-            return f": pass its .expand({sizes})"
         same = [n for n in x.shape if n != 1] == [n for n in lead if n != 1]
         is_flat = x.dim() == 1 and len(x) == math.prod(lead)
         if same or is_flat:
             return f": pass its .reshape({sizes})"
+        said = self._fewer_hint(x, lead, sizes)
+        return self.per_token if said and self.per_token else said
+
+    def _fewer_hint(self, x, lead, sizes: str) -> str:
+        """Return what to pass in the place of fewer values than tokens."""
+        as_many = x.dim() == len(lead)
+        if x.dim() == 0 or (as_many and all(n in (1, e) for n, e in zip(x.shape, lead))):
+            return f": pass its .expand({sizes})"
         has_values = x.dim() == 1 and self.kind != "int64 or int32"
         return self._row_hint(len(x), lead, sizes) if has_values else ""
 
