@@ -174,6 +174,7 @@ def export(teacher: Trainer, path: Path) -> None:
 def offline(path: Path, student: Trainer) -> AddTeacher:
     """What `export` wrote, memory-mapped: a step reads the rows of its batch."""
     file = np.load(path, mmap_mode="r")
+    has_tail = student.args.support == "tail"
 
     def add_teacher(step, micro_batches):
         # [batch, length, k]
@@ -183,9 +184,9 @@ def offline(path: Path, student: Trainer) -> AddTeacher:
             teacher = TopKTeacher(
                 ids,
                 log_probs,
-                tail_log_prob=tail,
+                tail_log_prob=tail if has_tail else None,
                 student_temperature=student.args.temperature,  # the log-probs have it already
-                renormalize=False,
+                renormalize=not has_tail,
             )
             yield inputs, labels, teacher
 

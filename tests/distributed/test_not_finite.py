@@ -208,39 +208,6 @@ def test_check_takes_what_makes_no_token_nan(world_size):
     assert all(on_ranks(world_size, harmless))
 
 
-NO_PROBABILITIES = {  # what is added to them, by column
-    "one below 0 on the last rank": {-1: -1.0, -2: 1.0}, "one below 0 on the first rank": {0: -1.0, 1: 1.0},
-    "their sum": {0: 0.5},
-}  # fmt: skip
-
-
-def teacher_of_probabilities(group, device, change, options):
-    problem = Problem(group, device)
-    problem.teacher = problem.teacher.softmax(-1)
-    problem.teacher[4] = NAN  # its label is ignored
-    for column, value in NO_PROBABILITIES.get(change, {}).items():
-        problem.teacher[2, column] += value
-    return problem.run("teacher", options).isfinite()
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_check_knows_a_teachers_probabilities_from_logits(world_size):
-    results = on_ranks(world_size, teacher_of_probabilities, None, CHECK, failures=True)
-    ((kind, message),) = {(result.kind, result.message) for result in results}
-    assert kind == "ValueError" and "a sum of 1 at each of 5 valid" in message
-    assert all(on_ranks(world_size, teacher_of_probabilities, None, None)), (
-        "taken as logits without check"
-    )
-
-
-@pytest.mark.parametrize("change", NO_PROBABILITIES)
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_check_takes_a_teacher_whose_logits_are_no_probabilities_on_one_rank_alone(
-    change, world_size
-):
-    assert all(on_ranks(world_size, teacher_of_probabilities, change, CHECK))
-
-
 SCORED = {
     "denominator": torch.tensor(-12.0),
     "inputs": {"reference_log_prob": torch.full((N,), 0.5)},

@@ -559,17 +559,88 @@ def test_check_allows_log_probs_that_were_rounded_and_entries_that_do_not_count(
     )
 
 
-def test_a_tail_counts_in_the_mass_that_is_checked():
-    entries = torch.tensor([[1]]), torch.tensor([[-0.3]])
-    head = hl.HeadLoss([hl.TopKDistillation(support="tail")], options=hl.Options(check=True))
-    for tail, is_right in ((-1.36, True), (1.36, False), (-0.7, False)):
-        teacher = hl.TopKTeacher(*entries, renormalize=False, tail_log_prob=torch.tensor([tail]))
-        given = torch.zeros(1, 9), torch.tensor([0])
-        if is_right:
-            head(*given, inputs={"teacher": teacher})
-            continue
-        with pytest.raises(
-            ValueError,
-            match=rf"teacher\.tail_log_prob of token 0 .* a log-prob, at most -1.35\d* .*, got {tail}",
-        ):
-            head(*given, inputs={"teacher": teacher})
+TAIL_MISTAKES = {  # log-probs [K] and tail of a token -> wrong ones; -inf is no entry
+    "entries of another K": lambda log_p, tail: (log_p.where(torch.arange(20) < 5, -torch.inf), tail),
+    "the tail of another temperature": lambda log_p, tail: (log_p, tail * 3),
+    "entries of another temperature": lambda log_p, tail: (log_p * 3, tail),
+    "another base": lambda log_p, tail: (log_p / math.log(2), tail / math.log(2)),
+    "a probability": lambda log_p, tail: (log_p, tail.exp()),
+    "another sign": lambda log_p, tail: (log_p, -tail),
+    "NaN": lambda log_p, tail: (log_p, tail * torch.nan),
+}  # fmt: skip
+
+
+def loss_with_tail(dtype, options, mistake=None):
+    """Loss with a teacher's tail: of the third of four tokens there are no entries, and the fourth
+    is ignored. A mistake is made at the second and the fourth."""
+    teacher = torch.randn(4, 64, generator=torch.Generator().manual_seed(3))
+    top = hl.topk_log_probs(teacher, 20)
+    log_p = top.log_probs
+    tail = top.tail_log_prob
+    for token in (1, 3):
+        if mistake is not None:
+            log_p[token], tail[token] = TAIL_MISTAKES[mistake](log_p[token], tail[token])
+    log_p[2] = -torch.inf
+    given = log_p.to(dtype), None, tail.to(dtype)
+    entries = hl.TopKTeacher(top.ids, *given, renormalize=False)
+    head = hl.HeadLoss([hl.TopKDistillation(support="tail")], options=options)
+    labels = torch.tensor([0, 1, 2, -100])
+    return head(torch.zeros(4, 64), labels, inputs={"teacher": entries}).loss
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_check_knows_a_tail_that_is_not_that_of_the_entries(dtype):
+    check = hl.Options(check=True)
+    assert torch.equal(loss_with_tail(dtype, check), loss_with_tail(dtype, None))
+    for mistake in TAIL_MISTAKES:
+        said = r"teacher\.tail_log_prob of token 1 \(flat index\) must be the log-prob of all other"
+        with pytest.raises(ValueError, match=said):
+            loss_with_tail(dtype, check, mistake)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("k", [1, 64, 4999, 5000])
+def test_check_takes_a_tail_in_half_precision(k, dtype):
+    """Whose log-probs are rounded by their share, as those of the entries are."""
+    for scale in (0.0, 1.0, 4.0):
+        logits = scale * torch.randn(4, 5000, generator=torch.Generator().manual_seed(1))
+        top = hl.topk_log_probs(logits, k, dtype=dtype)
+        entries = hl.TopKTeacher(
+            top.ids, top.log_probs, tail_log_prob=top.tail_log_prob.to(dtype), renormalize=False
+        )
+        head = hl.HeadLoss([hl.TopKDistillation(support="tail")], options=hl.Options(check=True))
+        given = torch.zeros(4, 5000), torch.arange(4)
+        assert head(*given, inputs={"teacher": entries}).loss.isfinite()
+
+
+def read_tail(stats, teacher):
+    return stats.topk_forward_kl + teacher.tail_log_prob
+
+
+@pytest.mark.parametrize(("divergence", "support"), TOPK_DISTILLATIONS)
+@pytest.mark.parametrize("squared", [False, True])
+def test_a_tail_that_no_term_reads_is_an_error(divergence, support, squared):
+    """A divergence over the entries from probabilities that do not add up to 1 is none."""
+    logits = torch.randn(4, 64, generator=torch.Generator().manual_seed(3))
+    top = hl.topk_log_probs(logits, 20)
+    given = torch.zeros(4, 64), torch.arange(4)
+    entries = {"ids": top.ids, "log_probs": top.log_probs, "renormalize": False}
+    without = {"teacher": hl.TopKTeacher(**entries)}
+    inputs = {"teacher": hl.TopKTeacher(**entries, tail_log_prob=top.tail_log_prob)}
+    term = hl.TopKDistillation(1.0, divergence, support, temperature_squared=squared)
+    head = hl.HeadLoss([term])
+    assert head(*given, inputs=without).loss.isfinite()
+    reader = {"want": ("topk_forward_kl",), "inputs": ("teacher",)}
+    metric = hl.Metric(lambda stats, teacher: {"own": read_tail(stats, teacher)}, **reader)
+    for also in (
+        hl.HeadLoss([term, hl.Term("own", read_tail, **reader)]),
+        hl.HeadLoss([term], metrics=[metric]),
+    ):
+        assert also(*given, inputs=inputs).loss.isfinite()
+    if support == "tail":
+        assert head(*given, inputs=inputs).loss > 0
+        return
+    with pytest.raises(
+        ValueError, match=r"tail_log_prob is read by TopKDistillation\(support='tail'"
+    ):
+        head(*given, inputs=inputs)

@@ -6,7 +6,15 @@ import torch.nn.functional as F
 from collectives import counted_collectives
 from ranks import on_ranks
 
-from tp_headloss import Transform, VocabShard, topk_log_probs, vocab_statistics
+from tp_headloss import (
+    HeadLoss,
+    TopKDistillation,
+    TopKTeacher,
+    Transform,
+    VocabShard,
+    topk_log_probs,
+    vocab_statistics,
+)
 
 V, N, K = 150, 6, 12  # of 256 padded columns: the last shard of four is all padding
 
@@ -176,3 +184,20 @@ def test_log_probs_have_an_absolute_error_and_ids_say_what_is_greedy(shift):
     of_label = -(others - x.double().gather(1, label[:, None])).exp().sum(1).log1p()
     torch.testing.assert_close(stats.log_prob.double(), of_label, rtol=1e-5, atol=0)
     assert (stats.rank == 1).all() and (top.log_probs[:, 0] == 0).any()
+
+
+DTYPES = {x for x in vars(torch).values() if isinstance(x, torch.dtype)}
+TAKEN = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES, key=str), ids=str)
+def test_log_probs_have_a_dtype_that_a_teacher_takes(dtype):
+    logits = torch.randn(3, 8, dtype=torch.float64)
+    if dtype not in TAKEN:
+        with pytest.raises(TypeError, match="dtype float32, bfloat16, float16 or float64, which"):
+            topk_log_probs(logits, 2, dtype=dtype)
+        return
+    top = topk_log_probs(logits, 2, dtype=dtype)
+    entries = {"teacher": TopKTeacher(top.ids, top.log_probs)}
+    head = HeadLoss([TopKDistillation()])
+    assert head(logits, torch.arange(3), inputs=entries).loss.isfinite()

@@ -15,6 +15,7 @@ from .options import NO_TRANSFORM, Transform
 
 LOGITS = TensorLine("floating point", ("..", "width"), sharded=-1)
 ENTRIES = "..", "K"
+MASK = TensorLine("bool", ENTRIES, hint=": pass its .bool(), or is it meant as tail_log_prob=?")
 
 
 class _Tempered:
@@ -40,7 +41,9 @@ class Teacher(_Tempered):
 
     Args:
         logits: sharded like the student's, fp32, bf16 or fp16, or float64 where the student's
-            are, never differentiated; log-probs are logits, too, and of probabilities their log() is. The
+            are, never differentiated; log-probs of the whole vocabulary are logits, too, and of
+            probabilities their log() is. ``Options(check=True)`` finds probabilities, and columns
+            that each rank has normalised by itself; nothing finds columns of another rank. The
             backward reads them again: leave their memory as it is until then. Columns at or beyond
             the shard's ``vocab_size`` take no part: a teacher of more ids is compared on the common
             ones, if that is the vocab_size and its logits are cut alike.
@@ -74,7 +77,8 @@ class TopKTeacher(_Tempered):
     All of it must be equal on all ranks of the group, else results are undefined:
     ``Options(validate="full")`` finds it. Log-probs are natural logarithms of probabilities, at
     most 0. Logits, probabilities or a wrong sign in their place give wrong numbers without an
-    error, unless ``Options(check=True)`` looks at the values.
+    error, unless ``Options(check=True)`` looks at the values. It finds logarithms to another base
+    only beside a tail, with which probabilities add up to 1.
 
     An entry with a negative id, a log-prob of -inf, or False in ``mask`` does not count; entries of
     the same id add up; an id at or beyond the vocabulary makes its token's distillation NaN (mask
@@ -94,7 +98,8 @@ class TopKTeacher(_Tempered):
             at a temperature.
         student_temperature: as in `Teacher`.
         renormalize: divide the entries' probabilities by their sum, so that no tail is left; a
-            temperature needs it.
+            temperature needs it. False is for losses that read the tail: without it entries are no
+            distribution, and a divergence from them may be negative.
 
     Examples:
         >>> teacher = TopKTeacher(torch.tensor([[2, 0]]), torch.tensor([[0.7, 0.2]]).log())
@@ -106,7 +111,7 @@ class TopKTeacher(_Tempered):
 
     ids: Annotated[torch.Tensor, TensorLine("int64 or int32", ENTRIES)]
     log_probs: Annotated[torch.Tensor, TensorLine("floating point", ENTRIES)]
-    mask: Annotated[torch.Tensor, TensorLine("bool", ENTRIES)] | None = None
+    mask: Annotated[torch.Tensor, MASK] | None = None
     tail_log_prob: TokenValues | None = None
     temperature: TeacherTemperature = 1.0
     student_temperature: TeacherTemperature | None = None

@@ -211,11 +211,13 @@ def _local_tensor(name, x, shard, hidden_grad, tokens, sharded):
     if not is_dtensor(x):
         return x
     if sharded == 0:
-        _layout_shard(name, x, 0, shard, "distribute it with Shard(0)")
+        _layout_shard(name, x, 0, shard, "distribute it with Shard(0)", is_student=False)
         return x.to_local()
     _expect_tokens(name, x, shard, tokens)
     if sharded is not None:  # a teacher's logits
-        return local_logits(x, shard)[0]
+        fix = "redistribute them to the placements of the student's logits"
+        _layout_shard(f"teacher.{name}", x, x.dim() - 1, shard, fix, is_student=False)
+        return x.to_local()
     if name == "hidden":
         return _local_hidden(x, shard, hidden_grad)
     is_whole = all(x.placements[dim].is_replicate() for dim in used_mesh_dims(x))
@@ -238,11 +240,12 @@ def _vocab_mesh_dim(name, x, vocab: int, fix: str) -> int | None:
 
 
 def _layout_shard(
-    name, x, vocab: int, shard: VocabShard | None, fix: str
+    name, x, vocab: int, shard: VocabShard | None, fix: str, is_student: bool = True
 ) -> tuple[int | None, VocabShard]:
     """Return `_vocab_mesh_dim`, and the shard that a DTensor's layout states.
 
-    ValueError if the caller's `shard` differs.
+    ValueError if `shard` differs, which is the caller's, or, of anything else than the student's
+    logits and weight (is_student=False), that of the student.
     """
     dim = _vocab_mesh_dim(name, x, vocab, fix)
     rows = x.shape[vocab]
@@ -266,6 +269,13 @@ def _layout_shard(
     same_ids = (stated.start, stated.stop) == (shard.start, shard.stop)
     same_ranks = group_ranks(group) == group_ranks(shard.group)
     if not (same_ids and same_ranks):
+        if not is_student:
+            raise ValueError(
+                f"{name} must be laid out as the student's columns, ids [{shard.start}, "
+                f"{shard.stop}) in the group {group_ranks(shard.group)}, got a DTensor "
+                f"{layout(x)}, with ids [{stated.start}, {stated.stop}) in {group_ranks(group)}: "
+                f"{fix}"
+            )
         raise ValueError(
             f"the DTensor {layout(x)} holds ids [{stated.start}, {stated.stop}) in the group "
             f"{group_ranks(group)}, but the shard says [{shard.start}, {shard.stop}) in "

@@ -136,25 +136,6 @@ def _refuse_found(ranks: list[dict[str, tuple]], overwritten: bool):
     raise ValueError(f"{name} of {one} {row} {verb} {value} {place}; {_such(len(rows), one)}")
 
 
-def expect_teacher_logits(request: Request, valid: torch.Tensor):
-    """Raise ValueError, equal on all ranks of the group, if a teacher's logits are probabilities.
-
-    They are if at every valid token [..] they are not negative, with a sum of 1. Ranks exchange
-    their parts of the sums wherever there is a whole teacher.
-    """
-    if request.tensors.teacher is None or not valid.numel():
-        return
-    columns = request.tensors.teacher[:, : request.facts.valid_width]
-    part = columns.sum(1, dtype=torch.float64).masked_fill((columns < 0).any(1), torch.nan)
-    is_one = (sum_over_ranks(part, request.shard.group) - 1).abs() <= 1e-2
-    rows = is_one[request.order.flatten(valid)]
-    if len(rows) and rows.all():
-        raise ValueError(
-            "teacher.logits must be logits or log-probs, got probabilities, with a sum of 1 at "
-            f"each of {len(rows)} valid tokens: pass Teacher(q.log())"
-        )
-
-
 def _not_finite(request: Request, unknown: torch.Tensor, operands) -> Iterator[tuple[str, tuple]]:
     """Yield the name of each argument of this rank that holds NaN or a harmful infinity.
 

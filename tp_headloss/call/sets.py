@@ -80,32 +80,26 @@ def check_sets(sets: IdSets, labels, ignore_index: int, vocab_size: int, has_lab
     )
 
 
-# of a top-K teacher's entries: its log-probs may have been rounded before they came here
-LARGEST_MASS = 1.01
+# by which a teacher's probabilities may miss 1: they may have been rounded before they came here
+MASS_ROUNDING = 0.01
 
 
 def check_entries(teacher: TopKTeacher, labels, ignore_index: int, vocab_size: int):
     """Raise ValueError with the first token, if any, whose entries cannot be a teacher's.
 
-    They cannot if one is at or beyond the vocabulary, if the tail's log-prob is above 0, or if
-    their probabilities, with the tail's, add up to more than 1, as those of logits in place of
-    log-probs mostly do.
-
-    Rounding a log-prob l to a dtype changes its probability by a factor of up to 1 + eps * |l| / 2.
+    They cannot if one is at or beyond the vocabulary, or if their probabilities add up to more than
+    1, as those of logits in place of log-probs mostly do. With a tail's they must add up to 1: else
+    it is the tail of other entries, or of another temperature or base. A token without entries may
+    have any tail.
     """
     count = teacher.ids.shape[-1]
     given = teacher.log_probs.detach().reshape(-1, count)
     known = (masked_ids(teacher).reshape(-1, count) >= 0) & (given != -torch.inf)
     check_ids(teacher.ids, labels, ignore_index, vocab_size, "teacher.ids", known)
-    log_probs = given.double().masked_fill(~known, -torch.inf)
-    probs = log_probs.exp()
-    changes = probs * log_probs.masked_fill(~known, 0.0).abs()
-    rounding = torch.finfo(given.dtype).eps * changes.sum(1)
-    mass = probs.sum(1)
+    mass, rounding = _mass(given.masked_fill(~known, -torch.inf))
     valid = labels.reshape(-1) != ignore_index
-    largest = LARGEST_MASS + rounding.clamp(max=0.1)
     refuse_tokens(
-        valid & ~(mass <= largest),  # NaN is bad, too
+        valid & ~(mass - 1 <= MASS_ROUNDING + rounding.clamp(max=0.1)),  # NaN is bad, too
         lambda token: (
             f"teacher.log_probs of token {token} (flat index) must be log-probs, of probabilities "
             f"that add up to at most 1, got {float(mass[token]):.6g} from "
@@ -113,17 +107,34 @@ def check_entries(teacher: TopKTeacher, labels, ignore_index: int, vocab_size: i
         ),
         "; are these logits?",
     )
-    if teacher.tail_log_prob is not None:
-        tail = teacher.tail_log_prob.detach().reshape(-1).double()
-        refuse_tokens(
-            valid & ~(mass + tail.exp() <= largest),
-            lambda token: (
-                f"teacher.tail_log_prob of token {token} (flat index) must be a log-prob, at most "
-                f"{float((1 - mass[token]).clamp(min=0).log()):.6g} beside entries whose "
-                f"probabilities add up to {float(mass[token]):.6g}, got {float(tail[token]):.6g}"
-            ),
-            "; is this a probability?",
-        )
+    if teacher.tail_log_prob is None:
+        return
+    tail = teacher.tail_log_prob.detach().reshape(-1, 1)
+    tail_mass, tail_rounding = _mass(tail)
+    beyond = mass + tail_mass - 1
+    allowed = MASS_ROUNDING + (rounding + tail_rounding).clamp(max=0.1)
+    is_tail = (beyond <= allowed) & ((beyond >= -allowed) | ~known.any(1))
+    refuse_tokens(
+        valid & ~is_tail,
+        lambda token: (
+            f"teacher.tail_log_prob of token {token} (flat index) must be the log-prob of all other "
+            f"ids, of probability {float((1 - mass[token]).clamp(min=0)):.6g} beside these entries, "
+            f"got {float(tail[token]):.6g}, of {float(tail_mass[token]):.6g}"
+        ),
+        "; is it a natural logarithm, of these entries, at their temperature?",
+    )
+
+
+def _mass(log_probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sums [n] of the probabilities of log-probs [n, K], and by how much they may be
+    off.
+
+    Rounding a log-prob l to a dtype changes its probability by a factor of up to 1 + eps * |l| / 2.
+    """
+    exact = log_probs.double()
+    probs = exact.exp()
+    changes = probs * exact.masked_fill(exact == -torch.inf, 0.0).abs()
+    return probs.sum(1), torch.finfo(log_probs.dtype).eps * changes.sum(1)
 
 
 def check_ids(

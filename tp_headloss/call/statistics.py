@@ -19,8 +19,9 @@ from ..statistics import MaybeNone, VocabStatistics, documented_fields, without_
 from .agreement import Agreement
 from .compile import uncompiled_where_needed
 from .given import Given, Want
-from .not_finite import expect_known, expect_teacher_logits
+from .not_finite import expect_known
 from .request_of import build_request
+from .teacher_logits import expect_teacher_logits
 
 
 @uncompiled_where_needed

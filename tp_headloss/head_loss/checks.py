@@ -29,7 +29,9 @@ from ..spec.aliases import hint
 from ..spec.checks import expect_dense, fits_fp32, is_number, refuse_float_labels, refuse_tokens
 from ..statistics import AT_IDS
 from .definition import HeadLossDefinition
+from .distillation_terms import reads_tail
 from .evaluation import StatisticsFunction
+from .terms import Metric, Term
 
 Inputs: TypeAlias = Annotated[Mapping[str, Any], CheckedBy("inputs of terms and metrics by name")]
 
@@ -73,6 +75,7 @@ def check_call(
     inputs = inputs or {}
     sequences = _checked_sequences(definition, inputs, labels)
     inputs = _checked_inputs(definition, inputs, labels, sequences)
+    _expect_teacher_that_is_read(definition, inputs.get("teacher"))
     labels = _scored_labels(labels, token_weight, sequences, shard, definition.ignore_index)
     if definition.options is not None and definition.options.check:
         _check_values(definition, x, labels, token_weight, denominator, inputs)
@@ -318,6 +321,25 @@ def _checked_inputs(definition: HeadLossDefinition, inputs, labels, sequences) -
             _refuse_values_of_ids(name, value, labels, wanted_ids)
             out[name] = _per_token(name, value, labels, sequences, line)
     return out
+
+
+def _expect_teacher_that_is_read(definition: HeadLossDefinition, teacher):
+    """Raise TypeError for several teachers, and ValueError for a tail that no term or metric
+    reads."""
+    if isinstance(teacher, (list, tuple)) and not hasattr(teacher, "_fields"):
+        raise TypeError(
+            f"a call has one teacher, got {len(teacher)}: make a call for each, or, of "
+            "probabilities q1 and q2 of the same tokens, Teacher(((q1 + q2) / 2).log())"
+        )
+    if getattr(teacher, "tail_log_prob", None) is None:
+        return
+    parts: tuple[Term | Metric, ...] = (*definition.terms, *definition.token_metrics)
+    if not any("teacher" in part.inputs and reads_tail(part.function) for part in parts):
+        raise ValueError(
+            "teacher.tail_log_prob is read by TopKDistillation(support='tail') and by functions of "
+            "your own, got none of them: choose that support, or leave out tail_log_prob and "
+            "renormalize=False"
+        )
 
 
 def _refuse_other_names(needed: set[str], given: set[str]):

@@ -75,7 +75,8 @@ class HeadLossDefinition(NamedTuple):
         metrics = _expect_all("metrics", metrics, (str, Metric))
         names = [term.name for term in terms]
         if not names or len(set(names)) != len(names):
-            raise ValueError(f"terms must be at least one, with distinct names, got {names}")
+            said = ": give one of a kind another, Distillation(.., name=..)" * bool(names)
+            raise ValueError(f"terms must be at least one, with distinct names, got {names}{said}")
         named = tuple(metric for metric in metrics if isinstance(metric, str))
         token_metrics = tuple(metric for metric in metrics if not isinstance(metric, str))
         if len(set(named)) != len(named):
@@ -89,6 +90,7 @@ class HeadLossDefinition(NamedTuple):
         total_weight = _class_weight_of_total(terms, token_metrics)
         _expect_one_over((*terms, *token_metrics))
         want = _wanted_statistics(terms, named, token_metrics)
+        _expect_one_teacher(want)
         return cls(
             terms, named, token_metrics, reduction, int(ignore_index), options, want, total_weight
         ).planned()
@@ -250,6 +252,16 @@ def _class_weight_of_total(terms, metrics) -> torch.Tensor | None:
             "metric uses it"
         )
     return weighted[0] if weighted else None
+
+
+def _expect_one_teacher(want: tuple[str, ...]):
+    """Raise ValueError for statistics of which some need a `Teacher`, some a `TopKTeacher`."""
+    whole, topk = [[x for x in want if x in served] for served in (FULL_TEACHER, TOPK_TEACHER)]
+    if whole and topk:
+        raise ValueError(
+            f"terms and metrics must need one teacher, got {whole} of a Teacher and {topk} of a "
+            "TopKTeacher: a call has one of them, so make a HeadLoss for each"
+        )
 
 
 def _expect_one_over(parts):

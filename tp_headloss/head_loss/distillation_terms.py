@@ -118,7 +118,8 @@ def TopKDistillation(
             collective.
         support: the set over which the student is normalised: "topk", "vocabulary" or "tail", see
             `losses.topk_forward_kl`; "tail" needs a teacher with renormalize=False, and its
-            tail_log_prob unless log-probs are fp32 and the tail is large.
+            tail_log_prob unless log-probs are fp32 and the tail is large. Over the others a teacher
+            with renormalize=False is no distribution, and a divergence from it may be negative.
         outside_log_prob: log-prob of the teacher outside of its entries, for the reverse KL over
             the vocabulary alone; by default -100.
         temperature_squared: as in `Distillation`.
@@ -152,6 +153,15 @@ def TopKDistillation(
         tokenwise=True,
         pointwise=True,
     )
+
+
+def reads_tail(function) -> bool:
+    """Return False for functions of this package that read no tail_log_prob; of others True,
+    because they may."""
+    if isinstance(function, StatisticValue):
+        return False
+    own = getattr(function, "func", None)
+    return own is not _distillation and (own is not _topk_distillation or "tail" in function.args)
 
 
 def _distillation(per_token, temperature_squared, stats, teacher):

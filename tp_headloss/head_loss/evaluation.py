@@ -63,7 +63,7 @@ def evaluate(
             if value is None:
                 _expect_statistics(function, stats, inputs)
             expect_per_token(function.owner, value, stats.lse.shape, function.is_loss)
-            if function.is_loss:
+            if function.is_loss and value is not None:
                 _expect_gradient(function.owner, value, stats)
     with torch.no_grad():
         by_token, by_sequence = _metric_values(metrics, stats, inputs), {}

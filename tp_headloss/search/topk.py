@@ -16,7 +16,7 @@ from ..call.agreement import Agreement
 from ..call.compile import uncompiled
 from ..call.dtensor import local_head, local_logits, local_part
 from ..call.given import Given
-from ..call.request_of import build_request
+from ..call.request_of import LOGITS_DTYPES, build_request
 from ..call.statistics import vocab_statistics
 from ..engine import eager
 from ..engine.request import TokenOrder
@@ -42,6 +42,7 @@ from .keys import NO_KEY, decode_keys, keys_of
 
 # logits per block: its temporaries are all that is ever as wide as the vocabulary
 BLOCK_ELEMENTS = 1 << 22
+LOG_PROBS_DTYPES = (*LOGITS_DTYPES, torch.float64)  # of a `TopKTeacher`
 
 
 @without_arithmetic
@@ -116,7 +117,8 @@ def topk_log_probs(
         options: as in `vocab_statistics`.
         top_p: cut an entry if those before it already hold that much (the first stays), a nucleus
             of at most K.
-        dtype: of the log-probs, such as float16 for the disk; lse and tail are fp32.
+        dtype: of the log-probs: fp32, bf16 or fp16 (for the disk), or float64; lse and tail are
+            fp32.
         ids_dtype: int64, or int32 for the disk.
 
     Raises:
@@ -146,10 +148,10 @@ def topk_log_probs(
         k = int(k)
         if k > shard.vocab_size:
             raise ValueError(f"k must be in [1, {shard.vocab_size}], got {k}")
-        if ids_dtype not in (torch.int64, torch.int32) or not dtype.is_floating_point:
+        if ids_dtype not in (torch.int64, torch.int32) or dtype not in LOG_PROBS_DTYPES:
             raise TypeError(
-                f"ids_dtype must be int64 or int32 and dtype floating point, got {ids_dtype} and "
-                f"{dtype}"
+                "ids_dtype must be int64 or int32, and dtype float32, bfloat16, float16 or "
+                f"float64, which a TopKTeacher takes, got {ids_dtype} and {dtype}"
             )
         check_operands(states, weight, transform, shard, options)
         if weight is None:

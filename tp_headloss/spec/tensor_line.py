@@ -43,7 +43,7 @@ class TensorLine:
         sharded: the dimension that is sharded on the vocabulary; None: replicated.
         constant: it gets no gradient, so that one that requires it is an error.
         detached: it is a constant to the function, whose call detaches it.
-        hint: of the error for anything but a tensor.
+        hint: of the error for anything but a tensor, and for numbers in the place of a mask.
         per_token: of the error for a value per sequence, or one for all, which must not be expanded.
     """
 
@@ -100,6 +100,8 @@ class TensorLine:
         """Return what to pass in the place of a tensor of another dtype."""
         if x.dtype == torch.bool and self.kind == "int64 or int32":
             return ": ids, not a mask (torch.where(mask, labels, -100), or mask.nonzero()[:, 0])"
+        if self.kind == "bool" and x.is_floating_point() and self.hint:
+            return self.hint
         has_cast = self.kind in CASTS and not x.is_complex()
         return f": pass its {CASTS[self.kind]}" if has_cast else ""
 
@@ -155,7 +157,9 @@ class TensorLine:
         as_many = x.dim() == len(expected)
         if self.sharded is not None and as_many and x.shape[self.sharded] > expected[self.sharded]:
             place = "..., " * (self.sharded == -1)
-            return f": of the whole vocabulary? Pass its [{place}shard.start:shard.stop]"
+            of_rows = "; of another padding? select_rows(rows, ids, shard=its_shard, to=shard)"
+            of_rows *= self.sharded == 0 and x.dim() == 2
+            return f": of the whole vocabulary? Pass its [{place}shard.start:shard.stop]{of_rows}"
         if self.sharded is not None and as_many and x.shape[self.sharded] < expected[self.sharded]:
             missing = expected[self.sharded] - x.shape[self.sharded]
             after = x.dim() - 1 - self.sharded % x.dim()  # dimensions that are not padded

@@ -1,0 +1,85 @@
+"""Errors about teachers name the teacher, and say what to write."""
+
+import itertools
+
+import pytest
+import torch
+from ranks import on_ranks
+
+import tp_headloss as hl
+from tp_headloss.engine.reductions import StatisticValue
+from tp_headloss.statistics import FULL_TEACHER, TOPK_TEACHER
+
+N, V = 4, 8
+LOGITS, LABELS = torch.randn(N, V), torch.arange(N)
+SEVERAL = [hl.Teacher(LOGITS), hl.Teacher(LOGITS)]
+
+
+@pytest.mark.parametrize("several", [SEVERAL, tuple(SEVERAL), SEVERAL * 2, []])
+def test_several_teachers_of_a_call_are_an_error_that_says_two_ways(several):
+    with pytest.raises(
+        TypeError, match=f"one teacher, got {len(several)}: make a call for each, or"
+    ):
+        hl.HeadLoss([hl.Distillation()])(LOGITS, LABELS, inputs={"teacher": several})
+
+
+@pytest.mark.parametrize(("whole", "topk"), [*itertools.product(FULL_TEACHER, TOPK_TEACHER)])
+def test_a_loss_that_needs_two_kinds_of_teachers_is_not_made(whole, topk):
+    terms = [hl.Term(x, StatisticValue(x), want=(x,), inputs=("teacher",)) for x in (whole, topk)]
+    as_metrics = (terms[:1], [topk]), (None, [whole, topk])
+    for arguments in ((terms, ()), *as_metrics):
+        with pytest.raises(ValueError, match=r"must need one teacher.* make a HeadLoss for each"):
+            hl.HeadLoss(arguments[0], metrics=arguments[1])
+    hl.HeadLoss(terms[:1])
+
+
+def test_terms_of_one_name_are_told_that_they_take_a_name():
+    with pytest.raises(
+        ValueError, match=r"\['forward_kl', 'forward_kl'\].*Distillation\(.., name=..\)"
+    ):
+        hl.HeadLoss([hl.Distillation(0.5), hl.Distillation(0.5)])
+
+
+def test_a_tail_in_the_place_of_the_mask_is_told_its_name():
+    with pytest.raises(TypeError, match=r"teacher.mask must be bool.* meant as tail_log_prob="):
+        hl.TopKTeacher(LABELS[:, None], LOGITS[:, :1], LOGITS[:, 0])
+
+
+def test_a_wide_weight_of_a_teacher_is_told_how_to_lay_it_out():
+    teacher = hl.TeacherHead(torch.randn(N, 3), torch.randn(V + 8, 3))
+    head = hl.HeadLoss([hl.Distillation()])
+    with pytest.raises(ValueError, match=r"teacher.weight .*select_rows\(rows, ids, .* to=shard\)"):
+        head.linear(torch.randn(N, 3), torch.randn(V, 3), LABELS, inputs={"teacher": teacher})
+
+
+def sharded(group, device, student, teacher):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh(device.type, (2,))
+    x = torch.ones(2, N, V, device=device)
+    student, teacher = [distribute_tensor(x, mesh, [place]) for place in (student, teacher)]
+    labels = torch.zeros(2, N, dtype=torch.int64, device=device)
+    if student.placements[0] != Shard(2):
+        labels = distribute_tensor(labels, mesh, student.placements)
+    head = hl.HeadLoss([hl.Distillation()])
+    return float(head(student, labels, inputs={"teacher": hl.Teacher(teacher)}).loss)
+
+
+def placements():
+    from torch.distributed.tensor import Replicate, Shard
+
+    students = Shard(0), Shard(1), Shard(2)
+    return list(itertools.product(students, (*students, Replicate())))
+
+
+@pytest.mark.parametrize(("student", "teacher"), placements(), ids=str)
+def test_a_dtensor_teacher_of_other_placements_is_named(student, teacher):
+    results = on_ranks(2, sharded, student, teacher, failures=True)
+    if student == teacher:
+        assert results == [0.0, 0.0]
+        return
+    for failure in results:
+        assert failure.kind == "ValueError", failure
+        assert failure.message.startswith(("logits must be of the same", "teacher.logits must be"))
+        assert "redistribute" in failure.message and "leave the shard out" not in failure.message
