@@ -47,17 +47,6 @@ OLDER = {
         *("failures", "documented"),
     ),
     ("megatron-0.16.1", "megatron_schedule_cases.py"): (),
-    # without what only our code decides, and with sp, tied embeddings and DDP together
-    ("megatron-0.16.1", "megatron_soft_target_cases.py"): (
-        *("plain", "sp, tied", "ddp, sp, tied", "mtp", "mtp, sp, tied", "mtp, one sweep"),
-        *("mixin", "mixin without names", "main_grad of the layer", "fusion without main_grad"),
-        *("loss hook", "loss hook, mtp", "loss hook, fused stock", "loss hook, bf16"),
-        *("one sweep, sp", "HeadLoss", "fp32 logits", "ignored labels", "without labels"),
-        *("refusals", "check call", "failures", "copies", "documented"),
-        *("soft, sp, tied", "soft, refusals", "cp", "packed", "counted"),
-        *("classes with the mixin", "blocks", "observed", "arguments of another form"),
-        "assigned heads",
-    ),
 }
 
 

@@ -71,12 +71,6 @@ def with_versions(*names, script=SCRIPT):
     return pytest.mark.parametrize(("version", "case"), pairs)
 
 
-@pytest.mark.skipif(cases.FULL, reason="runs all of them")
-def test_the_older_version_runs_the_cases_that_are_listed():
-    older = "megatron-0.16.1", SCRIPT
-    assert set(cases.results(*older)) == {*cases.OLDER[older]}
-
-
 @with_versions(*SAME)
 def test_losses_and_all_gradients_equal_megatrons(version, case):
     found = result(version, case)
