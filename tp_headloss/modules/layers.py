@@ -84,7 +84,8 @@ class VocabParallelHead(VocabRows):
             rank's part to the caller.
         init: how a weight is drawn that is not tied; ValueError beside ``weight``.
         device, dtype: where, and in which dtype, parameters are made; beside ``weight`` as it is,
-            or a ValueError.
+            or a ValueError. On "meta" they hold nothing: after ``to_empty(device=..)`` call
+            `reset_parameters`, or they are whatever was in memory.
 
     Examples:
         >>> shard = VocabShard.from_group(None, 10)
