@@ -941,11 +941,11 @@ GROUPS = {
         ("call/not_finite.py", "_not_finite", "math.inf if facts.scale > 0 else -math.inf", "math.inf"),
         ("call/not_finite.py", "expect_finite", "bad.expand(where.shape) & where", "bad.expand(where.shape)"),
         ("head_loss/remembered.py", "_checks_read_values", "options.check and has_values", "False"),
-        ("head_loss/checks.py", "_check_values", "isinstance(denominator, torch.Tensor)", "False"),
+        ("head_loss/checks.py", "check_call", "isinstance(denominator, torch.Tensor)", "False"),
     ],
     "test_mean_metrics": [
-        ("head_loss/checks.py", "_check_bytes", "(num_bytes < 0) & is_valid", "num_bytes < 0"),
-        ("head_loss/checks.py", "_check_bytes", "not bool((num_bytes * is_valid).any())", "not bool(num_bytes.any())"),
+        ("head_loss/values.py", "_check_bytes", "(num_bytes < 0) & is_valid", "num_bytes < 0"),
+        ("head_loss/values.py", "_check_bytes", "not bool((num_bytes * is_valid).any())", "not bool(num_bytes.any())"),
         ("head_loss/output.py", "mean_metrics.mean", 'sums.get(f"count/loss/{term}", count)', "count"),
         ("head_loss/output.py", "mean_metrics.mean", "(-found).exp()", "found"),
         ("head_loss/output.py", "_sums_by_name", "x * out.weights[name]", "x"),
@@ -1017,7 +1017,7 @@ GROUPS = {
         ("head_loss/checks.py", "_per_token", "isinstance(line, TensorLine) and line.broadcasts", "True"),
         ("head_loss/definition.py", "HeadLossDefinition.input_lines", "name.endswith('log_prob')", "False"),
         ("spec/tensor_line.py", "TensorLine._shape_hint", "said and self.per_token", "False"),
-        ("head_loss/checks.py", "_warn_of_zeros", "(value == 0) & is_valid", "value == 0"),
+        ("head_loss/values.py", "_warn_of_zeros", "(value == 0) & is_valid", "value == 0"),
     ],
     "test_own_family": [
         ("engine/eager.py", "_checked", "found.shape not in shapes", "False"),

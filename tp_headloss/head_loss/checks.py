@@ -1,7 +1,6 @@
 """Checks of the arguments of one `HeadLoss` call."""
 
 import math
-import warnings
 from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any, NamedTuple, TypeAlias
@@ -11,7 +10,6 @@ import torch
 from ..arguments.sequences import SEQUENCE_REDUCTIONS, Sequences
 from ..call.dtensor import local_part
 from ..call.given import Given
-from ..call.not_finite import expect_finite
 from ..call.request_of import expect_labels_of_tokens
 from ..ranks.shard import VocabShard, have_common_ranks
 from ..spec import (
@@ -26,12 +24,13 @@ from ..spec import (
     sizes_of,
 )
 from ..spec.aliases import hint
-from ..spec.checks import expect_dense, fits_fp32, is_number, refuse_float_labels, refuse_tokens
+from ..spec.checks import expect_dense, fits_fp32, is_number, refuse_float_labels
 from ..statistics import AT_IDS
 from .definition import HeadLossDefinition
 from .distillation_terms import reads_tail
 from .evaluation import StatisticsFunction
 from .terms import Metric, Term
+from .values import check_values
 
 Inputs: TypeAlias = Annotated[Mapping[str, Any], CheckedBy("inputs of terms and metrics by name")]
 
@@ -78,7 +77,9 @@ def check_call(
     _expect_teacher_that_is_read(definition, inputs.get("teacher"))
     labels = _scored_labels(labels, token_weight, sequences, shard, definition.ignore_index)
     if definition.options is not None and definition.options.check:
-        _check_values(definition, x, labels, token_weight, denominator, inputs)
+        if isinstance(denominator, torch.Tensor):
+            expect_denominator(float(denominator.detach()), definition.reduction, x.device)
+        check_values(definition, labels, token_weight, denominator, inputs)
     sizes: Sizes = {"V": (shard.vocab_size, "the vocabulary"), "device": (x.device, "logits")}
     for term in definition.terms:
         if term.class_weight is not None:
@@ -120,72 +121,6 @@ def with_label_weight(
     known = (labels >= 0) & (labels < class_weight.shape[0])
     weight = torch.where(known, class_weight[torch.where(known, labels, 0).long()], 1.0)
     return weight if token_weight is None else weight * token_weight
-
-
-def _check_values(definition, x, labels, token_weight, denominator, inputs):
-    """Raise ValueError for values of a loss's arguments that make it NaN. x: the tokens."""
-    is_valid = labels != definition.ignore_index
-    if isinstance(denominator, torch.Tensor):
-        expect_denominator(float(denominator.detach()), definition.reduction, x.device)
-    for name, value in inputs.items():
-        expect_finite(f"input {name!r}", value, is_valid)
-    expect_finite("token_weight", token_weight, is_valid)
-    if "sets" not in inputs:  # of one id, whose log-prob is 0
-        _warn_of_zeros(inputs, is_valid)
-    if isinstance(weight := inputs.get("rollout_weight"), torch.Tensor):
-        refuse_tokens(
-            (weight < 0) & is_valid,
-            lambda i: (
-                f"input 'rollout_weight' of token {i} (flat index) must be at least 0, got "
-                f"{float(weight.flatten()[i]):g}"
-            ),
-            ": are these log-weights? Pass their exp()",
-        )
-    if isinstance(num_bytes := inputs.get("num_bytes"), torch.Tensor):
-        _check_bytes(num_bytes, is_valid)
-    if denominator is None and definition.reduction == "mean" and token_weight is not None:
-        refuse_tokens(
-            (token_weight < 0) & is_valid,
-            lambda i: (
-                f"token_weight of token {i} (flat index) must not be below 0 where a mean divides "
-                f"by the weights' sum, got {float(token_weight.flatten()[i]):g}; with a "
-                "denominator= it may be"
-            ),
-        )
-
-
-def _warn_of_zeros(inputs, is_valid: torch.Tensor):
-    """Warn of recorded log-probs that are exactly 0 at tokens that count.
-
-    A policy that is certain of a token has them, too, so they are no error.
-    """
-    for name, value in inputs.items():
-        if not name.endswith("log_prob") or not isinstance(value, torch.Tensor):
-            continue
-        if count := int(((value == 0) & is_valid).sum()):
-            warnings.warn(
-                f"input {name!r} is exactly 0 at {count} of {int(is_valid.sum())} tokens that "
-                "count: was it scored under another mask? Log-probs of ignored tokens are 0",
-                stacklevel=2,
-            )
-
-
-def _check_bytes(num_bytes: torch.Tensor, is_valid: torch.Tensor):
-    """Raise ValueError for bytes per token [..] that are negative, or all 0. One token may have
-    none, such as the end of a text."""
-    if num_bytes.shape != is_valid.shape:
-        return  # the metric refuses it
-    refuse_tokens(
-        (num_bytes < 0) & is_valid,
-        lambda i: (
-            f"input 'num_bytes' of token {i} (flat index) must be at least 0, got "
-            f"{float(num_bytes.flatten()[i]):g}"
-        ),
-    )
-    if bool(is_valid.any()) and not bool((num_bytes * is_valid).any()):
-        raise ValueError(
-            "input 'num_bytes' must be above 0 for some token that is not ignored, got 0 for all"
-        )
 
 
 def local_arguments(tokens, given: Given, token_weight, denominator, inputs):

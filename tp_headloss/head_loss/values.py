@@ -1,0 +1,72 @@
+"""`Options(check=True)`: values of the arguments of a `HeadLoss` call, which wait for the device."""
+
+import warnings
+
+import torch
+
+from ..call.not_finite import expect_finite
+from ..spec.checks import refuse_tokens
+
+
+def check_values(definition, labels, token_weight, denominator, inputs):
+    """Raise ValueError for values of a loss's arguments that make it NaN, or are none of theirs."""
+    is_valid = labels != definition.ignore_index
+    for name, value in inputs.items():
+        expect_finite(f"input {name!r}", value, is_valid)
+    expect_finite("token_weight", token_weight, is_valid)
+    if "sets" not in inputs:  # of one id, whose log-prob is 0
+        _warn_of_zeros(inputs, is_valid)
+    if isinstance(weight := inputs.get("rollout_weight"), torch.Tensor):
+        refuse_tokens(
+            (weight < 0) & is_valid,
+            lambda i: (
+                f"input 'rollout_weight' of token {i} (flat index) must be at least 0, got "
+                f"{float(weight.flatten()[i]):g}"
+            ),
+            ": are these log-weights? Pass their exp()",
+        )
+    if isinstance(num_bytes := inputs.get("num_bytes"), torch.Tensor):
+        _check_bytes(num_bytes, is_valid)
+    if denominator is None and definition.reduction == "mean" and token_weight is not None:
+        refuse_tokens(
+            (token_weight < 0) & is_valid,
+            lambda i: (
+                f"token_weight of token {i} (flat index) must not be below 0 where a mean divides "
+                f"by the weights' sum, got {float(token_weight.flatten()[i]):g}; with a "
+                "denominator= it may be"
+            ),
+        )
+
+
+def _warn_of_zeros(inputs, is_valid: torch.Tensor):
+    """Warn of recorded log-probs that are exactly 0 at tokens that count.
+
+    A policy that is certain of a token has them, too, so they are no error.
+    """
+    for name, value in inputs.items():
+        if not name.endswith("log_prob") or not isinstance(value, torch.Tensor):
+            continue
+        if count := int(((value == 0) & is_valid).sum()):
+            warnings.warn(
+                f"input {name!r} is exactly 0 at {count} of {int(is_valid.sum())} tokens that "
+                "count: was it scored under another mask? Log-probs of ignored tokens are 0",
+                stacklevel=2,
+            )
+
+
+def _check_bytes(num_bytes: torch.Tensor, is_valid: torch.Tensor):
+    """Raise ValueError for bytes per token [..] that are negative, or all 0. One token may have
+    none, such as the end of a text."""
+    if num_bytes.shape != is_valid.shape:
+        return  # the metric refuses it
+    refuse_tokens(
+        (num_bytes < 0) & is_valid,
+        lambda i: (
+            f"input 'num_bytes' of token {i} (flat index) must be at least 0, got "
+            f"{float(num_bytes.flatten()[i]):g}"
+        ),
+    )
+    if bool(is_valid.any()) and not bool((num_bytes * is_valid).any()):
+        raise ValueError(
+            "input 'num_bytes' must be above 0 for some token that is not ignored, got 0 for all"
+        )
