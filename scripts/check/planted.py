@@ -911,6 +911,7 @@ GROUPS = {
         ("call/agreement.py", "Agreement._record_for_job", "torch.ne(labels, facts.get('ignore_index', -100)).any()", "True"),
         ("call/agreement.py", "Agreement.__exit__", "self._compares_job", "error is None and self._compares_job"),
         ("ranks/comm.py", "texts_of_job", "store.check(['tp_headloss/absent'])", "False"),
+        ("ranks/comm.py", "texts_of_job", "rank == 0", "False"),
     ],
     "test_teacher_values": [
         ("call/teacher_logits.py", "expect_teacher_logits", "request.order.flatten(valid)", "..."),

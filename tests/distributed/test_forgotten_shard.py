@@ -2,6 +2,8 @@
 validate="full")` an error on every rank, which names `shard=`. Data-parallel ranks go on."""
 
 import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 import tp_headloss as hl
 from tp_headloss import HeadLoss, Options, VocabShard, vocab_statistics
 from tp_headloss.call import agreement
+from tp_headloss.ranks import comm
 
 V, N, H = 1000, 4, 8
 DEBUGGING = Options(check=True, validate="full")
@@ -199,3 +202,32 @@ def rows_of_a_module(group, device):
 
 def test_the_rows_of_a_module_say_that_they_are_a_shard():
     assert on_ranks(2, rows_of_a_module) == [True] * 2
+
+
+def test_the_rank_that_holds_the_store_leaves_when_all_have_read_it(monkeypatch):
+    """Its error may end its process, and the store of ranks that torchrun has not started."""
+    store, order, left, thread = dist.HashStore(), [], threading.Event(), threading.local()
+
+    class ReadLate:
+        def __getattr__(self, name):
+            return getattr(store, name)
+
+        def get(self, key):
+            left.wait(0.5)  # by when a rank 0 that waits for nobody has left
+            order.append("read")
+            return store.get(key)
+
+    def exchange(rank):
+        thread.rank = rank
+        texts = comm.texts_of_job(f"text {rank}", 60.0)
+        if rank == 0:
+            order.append("left")
+            left.set()
+        return texts
+
+    monkeypatch.setattr(comm, "_default_store", lambda: ReadLate() if thread.rank else store)
+    monkeypatch.setattr(dist, "get_rank", lambda: thread.rank)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(exchange, (0, 1))) == [["text 0", "text 1"]] * 2
+    assert order == ["read", "read", "left"]

@@ -375,3 +375,12 @@ def test_tokens_of_no_sequence_have_no_loss():
     inputs = {"advantages": advantages, "old_log_prob": old, "sequences": sequences}
     out = hl.HeadLoss(hl.PolicyGradient())(logits, labels, inputs=inputs)
     assert out.count == 4 and torch.allclose(out.loss, -advantages[:4].mean())
+
+
+def test_means_are_not_added_up():
+    means = hl.HeadLoss()(torch.zeros(2, 4), torch.tensor([0, 3])).means()
+    for add in (lambda: hl.combine_metrics([means, means]), lambda: hl.reduce_metrics(means, None)):
+        with pytest.raises(
+            ValueError, match="metrics must be sums by name, got means, .* out.metrics"
+        ):
+            add()

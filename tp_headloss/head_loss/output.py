@@ -204,6 +204,8 @@ def mean_metrics(outputs: HeadLossOutput | Outputs, group: Group = None) -> dict
 class _Means(dict[str, torch.Tensor]):
     """Means by name, whose error for another name says which there are."""
 
+    remedy = ", whose sum is none: pass out.metrics, or mean_metrics(outputs, group) instead"
+
     def __missing__(self, name):
         raise KeyError(
             f"no mean {name!r}, there are {list(self)}: others come with metrics= of the HeadLoss, "

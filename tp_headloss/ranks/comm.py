@@ -131,7 +131,12 @@ def texts_of_job(text: str, seconds: float) -> list[str] | None:
         store.set("tp_headloss/absent", "")
         return None
     texts = [store.get(key).decode() for key in keys]
-    store.delete_key(f"tp_headloss/call {call - 1} of rank {rank}")  # which all have read
+    store.set(f"{keys[rank]} has read", "")
+    if rank == 0:  # whose process may hold the store, which ends with it
+        with contextlib.suppress(RuntimeError):
+            store.wait([f"{key} has read" for key in keys], timedelta(seconds=seconds))
+    for end in ("", " has read"):  # which all have read
+        store.delete_key(f"tp_headloss/call {call - 1} of rank {rank}{end}")
     return texts
 
 
@@ -191,6 +196,8 @@ def combine_metrics(
 
 
 def _stack(metrics):
+    if said := getattr(type(metrics), "remedy", ""):
+        raise ValueError(f"metrics must be sums by name, got means{said}")
     for name, value in metrics.items():
         TensorLine("real numbers or bool", ()).check(f"metric {name!r}", value, {})
     return torch.stack([value.detach().double() for value in metrics.values()])
@@ -232,8 +239,9 @@ def reduce_metrics(metrics: Metrics, group: Group) -> Metrics:
             ValueError.
 
     Raises:
-        TypeError, ValueError: anything but a dict of scalars, or a group whose ranks share a
-            vocabulary.
+        TypeError, ValueError: anything but a dict of scalars, means of `mean_metrics`, or a group
+            whose ranks share a vocabulary. One that has such ranks among others is not noticed: it
+            counts them P times.
 
     Examples:
         >>> sums = reduce_metrics(
