@@ -380,7 +380,5 @@ def test_tokens_of_no_sequence_have_no_loss():
 def test_means_are_not_added_up():
     means = hl.HeadLoss()(torch.zeros(2, 4), torch.tensor([0, 3])).means()
     for add in (lambda: hl.combine_metrics([means, means]), lambda: hl.reduce_metrics(means, None)):
-        with pytest.raises(
-            ValueError, match="metrics must be sums by name, got means, .* out.metrics"
-        ):
+        with pytest.raises(ValueError, match="metrics must be sums by name, got means"):
             add()
