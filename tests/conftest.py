@@ -12,6 +12,9 @@ from ranks import seed
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported anywhere
+    if not os.environ.get("TP_HEADLOSS_FULL"):
+        # Inductor writes loops without vectors, which take a C++ compiler half of the time.
+        os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
     patch_interpreter()
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 torch.manual_seed(0)
