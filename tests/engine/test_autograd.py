@@ -3,7 +3,7 @@ autocast. Repeated backwards and checkpointing are in tests/promises/test_genera
 
 import pytest
 import torch
-from logits_problem import WANT, N, V, rows
+from logits_problem import WANT, V, rows
 
 import tp_headloss as hl
 from tp_headloss.engine.backend import load_backend
@@ -101,19 +101,23 @@ def test_a_second_derivative_is_refused_however_it_is_asked_for(how, head, devic
         assert torch.equal(first(loss, w), torch.autograd.grad(loss(w), w)[0])
 
 
+TOKENS, IDS = 4, 320  # three chunks
+
+
 def losses_of_all_kinds(backend, device):
-    """Functions of logits [N, V], or of hidden states and a weight, that save tensors of each
+    """Functions of logits [TOKENS, IDS], or of hidden states and a weight, that save tensors of each
     kind."""
-    x, labels = rows(device)
-    options, teacher = hl.Options(backend=backend), {"teacher": hl.Teacher(torch.randn_like(x))}
-    ids = torch.stack([labels.clamp(min=0), *(torch.full_like(labels, k) for k in (7, 300))], 1)
+    labels = torch.tensor([5, IDS - 1, 17, -100], device=device)
+    options = hl.Options(backend=backend)
+    teacher = {"teacher": hl.Teacher(torch.randn(TOKENS, IDS, device=device))}
+    ids = torch.stack([labels.clamp(min=0), *(torch.full_like(labels, k) for k in (7, 250))], 1)
     entries = {
         "teacher": hl.TopKTeacher(
-            ids, torch.rand(N, 3, device=device).log_softmax(-1) - 0.5, renormalize=False
+            ids, torch.rand(TOKENS, 3, device=device).log_softmax(-1) - 0.5, renormalize=False
         )
     }
     transform = hl.Transform(
-        torch.randn(V, device=device), 1.5, 4.0, torch.rand(N, device=device) + 0.5
+        torch.randn(IDS, device=device), 1.5, 4.0, torch.rand(TOKENS, device=device) + 0.5
     )
     plain = hl.HeadLoss([hl.CrossEntropy(), hl.ZLoss(0.1)], options=options)
     tail = hl.HeadLoss([hl.CrossEntropy(), hl.TopKDistillation(support="tail")], options=options)
@@ -157,7 +161,7 @@ def test_hooks_may_change_the_strides_of_what_is_saved(kind, backend, device):
     """As offloading may, which packs tensors and gives them back."""
     loss = losses_of_all_kinds(backend, device)[kind]
     torch.manual_seed(1)
-    shapes = [(N, 16), (V, 16)] if kind in ("recompute", "one_sweep") else [(N, V)]
+    shapes = [(TOKENS, 16), (IDS, 16)] if kind in ("recompute", "one_sweep") else [(TOKENS, IDS)]
     leaves = [torch.randn(shape, device=device, requires_grad=True) for shape in shapes]
 
     def with_gaps(x):
@@ -171,7 +175,7 @@ def test_hooks_may_change_the_strides_of_what_is_saved(kind, backend, device):
             return torch.autograd.grad(loss(*leaves), leaves)
 
     def all_but_inputs(x):
-        return x if x.shape == (N, V) or not x.is_floating_point() else with_gaps(x)
+        return x if x.shape == (TOKENS, IDS) or not x.is_floating_point() else with_gaps(x)
 
     expected = torch.autograd.grad(loss(*leaves), leaves)
     for unpack in (lambda x: x, with_gaps, transposed, all_but_inputs) * (
@@ -186,7 +190,7 @@ def test_hooks_may_change_the_strides_of_what_is_saved(kind, backend, device):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_batch_of_upstream_gradients_is_refused(kind, backend, device):
     loss = losses_of_all_kinds(backend, device)[kind]
-    shapes = [(N, 16), (V, 16)] if kind in ("recompute", "one_sweep") else [(N, V)]
+    shapes = [(TOKENS, 16), (IDS, 16)] if kind in ("recompute", "one_sweep") else [(TOKENS, IDS)]
     leaves = [torch.randn(shape, device=device, requires_grad=True) for shape in shapes]
     upstream = torch.ones(3, device=device)
     with pytest.raises(RuntimeError, match="does not support is_grads_batched=True"):

@@ -48,6 +48,11 @@ def host_of_fp32(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def host_of_softcap(tmp_path_factory):
+    return library(tmp_path_factory.mktemp("softcap"), "-DSOFTCAP")
+
+
+@pytest.fixture(scope="module")
 def plain_host_of_fp32(tmp_path_factory):
     without = *one_read_params.FLAGS, "entropy_term", "tempered"
     return library(tmp_path_factory.mktemp("plain"), "-DFLOAT32", without=without)
@@ -409,8 +414,8 @@ def test_large_logits_of_32_bits_have_the_gradient_of_small_ones(
 
 @needs_compiler
 @pytest.mark.parametrize("by", np.eye(4))
-def test_gradients_through_a_softcap_agree_with_float64(by, tmp_path):
-    host, before, cap = library(tmp_path, "-DSOFTCAP"), float(np.float32(1 / 30)), 30.0
+def test_gradients_through_a_softcap_agree_with_float64(by, host_of_softcap):
+    host, before, cap = host_of_softcap, float(np.float32(1 / 30)), 30.0
     for small, label in small_rows():
         exact = bf16(8 * small[small > -np.inf])
         label = label % len(exact)
@@ -577,12 +582,12 @@ def test_a_teacher_without_probabilities_has_no_divergence(host):
 
 @needs_compiler
 @pytest.mark.parametrize("before", [1 / 30, 1.0, -0.5])
-def test_a_softcap_is_a_tanh_and_has_its_slope(before, tmp_path):
+def test_a_softcap_is_a_tanh_and_has_its_slope(before, host_of_softcap):
     logits = np.concatenate([np.linspace(-60, 60, 9999), [1e-6, -3e38, 3e38, np.inf]])
     logits = logits.astype(np.float32)
     found = np.empty((len(logits), 2), dtype=np.float32)
     number = ctypes.c_float(before)
-    host = library(tmp_path, "-DSOFTCAP")
+    host = host_of_softcap
     host.values(pointer(logits), pointer(found), len(logits), number, 0)
     exact = logits.astype(np.float64) * number.value
     with np.errstate(over="ignore"):
@@ -595,11 +600,11 @@ def test_a_softcap_is_a_tanh_and_has_its_slope(before, tmp_path):
 
 
 @needs_compiler
-def test_a_logit_near_0_has_the_same_bits_beside_any_others(tmp_path):
+def test_a_logit_near_0_has_the_same_bits_beside_any_others(host_of_softcap):
     """Large temperatures' inverses make 1e-7 of a tanh visible."""
     logits = np.concatenate([np.linspace(-0.499, 0.499, 9999), [0.0, 1e-30, -1e-6]])
     logits = logits.astype(np.float32)
-    host, one = library(tmp_path, "-DSOFTCAP"), ctypes.c_float(1.0)
+    host, one = host_of_softcap, ctypes.c_float(1.0)
     found = [np.empty((len(logits), 2), dtype=np.float32) for _ in range(2)]
     for all_near, values in enumerate(found):
         host.values(pointer(logits), pointer(values), len(logits), one, all_near)

@@ -256,7 +256,7 @@ def test_a_short_set_takes_one_exchange_for_top_k_and_two_for_top_p():
 
 
 @pytest.mark.parametrize(
-    "shape, programs", [((1, 3000), 1024), ((4, 3000), 1), ((70, 129), 1024), ((250, 3), 100)]
+    "shape, programs", [((1, 3000), 1024), ((4, 3000), 1), ((9, 129), 1024), ((25, 3), 10)]
 )
 def test_the_kernels_are_their_definitions(shape, programs, device, monkeypatch):
     from tp_headloss.search import race_triton as gumbel_triton
