@@ -2,6 +2,7 @@
 
 import functools
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -286,12 +287,14 @@ WITHOUT_GRADIENT = {
 
 @pytest.mark.parametrize("others", [[], [hl.CrossEntropy()]], ids=["alone", "beside another"])
 @pytest.mark.parametrize("case", WITHOUT_GRADIENT)
-def test_a_term_that_trains_nothing_is_refused(case, others):
+def test_a_term_that_trains_nothing_is_a_warning(case, others):
     want, function = WITHOUT_GRADIENT[case]
     head = hl.HeadLoss([*others, hl.Term("own", function, want=want)])
     logits, labels = torch.randn(3, 7), torch.tensor([0, 6, -100])
-    assert head(logits, labels).loss.isfinite()  # nothing is trained
-    with pytest.raises(ValueError, match="term 'own' must return a loss with a gradient, got one"):
-        head(logits.requires_grad_(), labels)
-    with torch.no_grad():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert head(logits, labels).loss.isfinite()  # nothing is trained
+        with torch.no_grad():
+            head(logits.requires_grad_(), labels)
+    with pytest.warns(UserWarning, match="term 'own' has no gradient here .* make it a Metric"):
         head(logits, labels)

@@ -2,6 +2,7 @@
 
 import contextlib
 import types
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -64,7 +65,7 @@ def evaluate(
                 _expect_statistics(function, stats, inputs)
             expect_per_token(function.owner, value, stats.lse.shape, function.is_loss)
             if function.is_loss and value is not None:
-                _expect_gradient(function.owner, value, stats)
+                _warn_without_gradient(function.owner, value, stats)
     with torch.no_grad():
         by_token, by_sequence = _metric_values(metrics, stats, inputs), {}
         if by_token and (sequences := inputs.get("sequences")) is not None:
@@ -127,13 +128,19 @@ def expect_unchanged(
         ) from error
 
 
-def _expect_gradient(owner: str, value: torch.Tensor, stats: VocabStatistics):
-    """Raise ValueError for a loss whose gradient is none though that of the statistics is wanted: it
-    would move the loss and train nothing."""
-    if torch.is_grad_enabled() and stats.lse.requires_grad and not value.requires_grad:
-        raise ValueError(
-            f"{owner} must return a loss with a gradient, got one without (of a statistic that has "
-            "none, or detached): make it a Metric"
+def _warn_without_gradient(owner: str, value: torch.Tensor, stats: VocabStatistics):
+    """Warn of a loss that has no gradient where the statistics have one: it moves the loss and
+    trains nothing.
+
+    It is no error, because a function may return zeros for a batch that has none of its tokens.
+    """
+    if torch.compiler.is_compiling() or value.requires_grad:
+        return
+    if torch.is_grad_enabled() and stats.lse.requires_grad:
+        warnings.warn(
+            f"{owner} has no gradient here (of a statistic that has none, or detached), so that it "
+            "trains nothing: make it a Metric",
+            stacklevel=2,
         )
 
 
