@@ -18,7 +18,7 @@ SUM_ROUNDING = 1e-2  # of probabilities in any dtype
 
 
 class _Columns(NamedTuple):
-    """What is known of the columns of each rank, [P, n] of n tokens."""
+    """Facts about the columns of each rank, [P, n] of n tokens."""
 
     width: torch.Tensor
     least: torch.Tensor

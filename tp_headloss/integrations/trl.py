@@ -116,7 +116,7 @@ class FusedLogProbs(InstalledForward):
     def __init__(self, model, trl_forward, settings, linear, shard, transform):
         self.wanted = linear, settings
         super().__init__(model, shard, transform, trl_forward, fused_lm_head=True)
-        self.linear, self.settings = self.wanted
+        self.linear, self.settings = vars(self).pop("wanted")
 
     def _checked_arguments(self):
         linear, settings = self.wanted

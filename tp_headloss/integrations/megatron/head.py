@@ -18,7 +18,7 @@ from ...head_loss.terms import Metrics, Terms
 from ...linear_head import Linear
 from ...ranks.comm import HiddenGrad
 from ...ranks.shard import VocabShard
-from ...spec import TOKEN_WEIGHT, AnyOf, Instance, Size, TensorLine, checked, sizes_of
+from ...spec import LABELS, TOKEN_WEIGHT, AnyOf, Instance, Size, checked, sizes_of
 from .. import require
 from ..replacement import replaced
 
@@ -27,7 +27,6 @@ REFUSED_OPTIONS = {
     "defer_embedding_wgrad_compute": "dW is computed in the backward",
     "fp8_output_proj": "logits are computed in the type of the weight; fused=False keeps Megatron's MXFP8 output layer",
 }
-LABELS = TensorLine("int64 or int32")
 # if ignore_index is None, every label outside of the vocabulary becomes this ignored label
 IGNORED_LABEL = -100
 

@@ -102,7 +102,7 @@ class FusedHead(InstalledForward, Observed):
     def __init__(self, model, head_loss, linear, shard, transform, observe, skip_logits):
         self.wanted, self.last = (head_loss, linear, skip_logits), None
         super().__init__(model, shard, transform)
-        self.head_loss, self.linear, self.skip_logits = self.wanted
+        self.head_loss, self.linear, self.skip_logits = vars(self).pop("wanted")
         self.observe = observe
 
     def _checked_arguments(self):
