@@ -6,6 +6,16 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 all=$(sed -n 's/^\[\(.*\)\]$/\1/p' scripts/hosts.txt)
+[ -x .venv/bin/uv ] || bash scripts/setup.sh dev
+
+# What pip is told by files and variables, uv takes in variables of its own.
+told=$(.venv/bin/python -m pip config list)
+setting() { sed -n "s/^[^=]*\.$1='\(.*\)'$/\1/p" <<<"$told" | tail -n 1 | sed 's/\\n/ /g'; }
+index=$(setting index-url) indexes=$(setting extra-index-url) links=$(setting find-links)
+export UV_INDEX=${UV_INDEX-$indexes} UV_FIND_LINKS=${UV_FIND_LINKS-$links}
+[ -z "$index" ] || export UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX-$index}
+export UV_INDEX_STRATEGY=unsafe-best-match  # of all indexes, as pip
+
 main=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
 
 make() {
@@ -20,19 +30,14 @@ make() {
     local site
     site=$($python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
     printf '%s\n%s\n' "$main" "$PWD" >"$site/tp_headloss.pth"
-    # Without dependencies: nothing can bring another torch.
-    # What .venv happens to have, too, is installed all the same. Python compiles what it imports, a small part.
-    local pip=("$python" -m pip install -q --no-compile --no-deps --ignore-installed)
+    # Without dependencies: nothing can bring another torch. What .venv happens to have, too, is installed all the same.
+    local options=(--python "$python" --no-deps)
     case $name in
         # What runs here of it is plain Python, though it asks for a newer one.
-        megatron-0.19.2) pip+=(--ignore-requires-python --only-binary=:all: --python-version 3.12 --target "$site") ;;
+        megatron-0.19.2) options+=(--only-binary :all: --python-version 3.12 --target "$site") ;;
     esac
-    # pip checks hashes for all of a file's packages or for none, so those with a hash have a file of their own.
-    local dir=.hosts/$name
-    sed '/--hash/d' <<<"$packages" >"$dir/packages.txt"
-    sed '/--hash/!d' <<<"$packages" >"$dir/hashed.txt"
-    "${pip[@]}" -r "$dir/packages.txt"
-    "${pip[@]}" -r "$dir/hashed.txt" --require-hashes
+    echo "$packages" >".hosts/$name/packages.txt"
+    .venv/bin/uv pip install -q "${options[@]}" -r ".hosts/$name/packages.txt"
     touch "$stamp"
 }
 

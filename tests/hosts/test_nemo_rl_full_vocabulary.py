@@ -269,8 +269,8 @@ def test_nemo_never_has_the_logits_of_a_teacher(form, device):
 
     assert largest_allocation(step) < logits / 2
     value = step()["opd_full_divergence"].sum()
-    # the gradient of the student's logits, or less
-    most = 1.5 * logits if form == "logits" else logits / 2
+    # the gradient of the student's logits, a chunk of two more, numbers per token; or less
+    most = 1.5 * logits + 64 * tokens if form == "logits" else logits / 2
     assert largest_allocation(value.backward) < most
 
 
