@@ -8,14 +8,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 all=$(sed -n 's/^\[\(.*\)\]$/\1/p' scripts/hosts.txt)
 [ -x .venv/bin/uv ] || bash scripts/setup.sh dev
 
-# What pip is told by files and variables, uv takes in variables of its own.
-told=$(.venv/bin/python -m pip config list)
-setting() { sed -n "s/^[^=]*\.$1='\(.*\)'$/\1/p" <<<"$told" | tail -n 1 | sed 's/\\n/ /g'; }
-index=$(setting index-url) indexes=$(setting extra-index-url) links=$(setting find-links)
-export UV_INDEX=${UV_INDEX-$indexes} UV_FIND_LINKS=${UV_FIND_LINKS-$links}
-[ -z "$index" ] || export UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX-$index}
-export UV_INDEX_STRATEGY=unsafe-best-match  # of all indexes, as pip
-
+source scripts/uv.sh
 main=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
 
 make() {

@@ -58,8 +58,17 @@ install() {
     $venv -m pip --version >/dev/null 2>&1 || die "'$PYTHON' has no pip (Debian: python3-venv), so no way to install: $*"
     write_constraints
     # Python compiles what it imports, a small part of all that pip would compile.
-    $venv -I -m pip install -q --no-compile -c "$constraints" "$@" || die "pip could not install: $*"
+    local pip=("$venv" -I -m pip install -q --no-compile)
+    if [ -x "$VENV/bin/uv" ]; then
+        source scripts/uv.sh
+        pip=("$VENV/bin/uv" pip install -q --python "$venv")
+    fi
+    "${pip[@]}" -c "$constraints" "$@" || die "could not install: $*"
 }
+
+case " $* " in # takes a third of pip's time for what developers need
+    *" dev "*) has uv || install uv ;;
+esac
 
 # A GPU build of torch that $PYTHON sees is kept: the venv gets the directories it and its dependencies live in.
 # (--system-site-packages would not do: where $PYTHON is itself in a venv, it shows the wrong directories.)

@@ -457,7 +457,7 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
             "no entry": rows(**entries([-1, -1], [-1.0, -2.0])),
             "one id in several entries": rows(**entries([3, 40, 3], [-1.0, -2.0, -1.5])),
         },
-        "probabilities in the place of an input of log-probs or of a teacher's logits, a softmax or log-softmax of each rank's own columns in the place of the latter, logits in the place of the log-probs of a top-K teacher, a tail that is not that of its entries, or an entry as in the next row, with `Options(check=True)`": {
+        "probabilities in the place of an input of log-probs or of logits, a softmax or log-softmax of each rank's own columns in the place of the latter, logits in the place of the log-probs of a top-K teacher, a tail that is not that of its entries, or an entry as in the next row, with `Options(check=True)`": {
             "a teacher's probabilities, with check": refused("ValueError: teacher.logits must be logits or log-probs, got probabilities, not negative and with a sum of at most 1 at each of 4 valid tokens", keywords=wrong_teacher(logits=lambda here: here.part(teacher.softmax(-1))), options={"check": True}),
             "probabilities for log-probs, with check": refused("ValueError: input 'old_log_prob' of token 0 (flat index) holds 0.5", with_head(hl.PolicyGradient(), keywords={"inputs": lambda here: {"advantages": here.to(ones), "old_log_prob": here.to(ones) / 2}}), options={"check": True}),
             "logits for log-probs, with check": rows(**entries([3, 40], [2.0, -1.0]), options={"check": True}, raises="ValueError: teacher.log_probs of token 0 (flat index) must be log-probs"),

@@ -92,12 +92,12 @@ class Options:
         check: raise a ValueError that names the first token with a bad label, set, given id or
             entry of a `TopKTeacher` (an unknown id, or log-probs whose probabilities add up to more
             than 1, as those of logits do, or with a tail's to another sum), an input of log-probs
-            that holds probabilities, or a rollout weight below 0, as log-weights are. Or that a
-            teacher's logits are probabilities, or were normalised over one rank's columns. Or that
-            names token, column, rank and count of a NaN (or an infinity that makes one) in logits,
-            hidden states, weight, bias, teacher, inputs or token weights, or the token of a
-            temperature that is not positive or of logits that are all -inf. It is raised on every
-            rank, after a host synchronisation.
+            that holds probabilities, or a rollout weight below 0, as log-weights are. Or that
+            logits (beside hidden states, the teacher's alone) are probabilities, or were normalised
+            over one rank's columns. Or that names token, column, rank and count of a NaN (or an
+            infinity that makes one) in logits, hidden states, weight, bias, teacher, inputs or
+            token weights, or the token of a temperature that is not positive or of logits that are
+            all -inf. It is raised on every rank, after a host synchronisation.
             Calls without labels check the rest. `sample`, `kept_ids` and `topk_log_probs` take one
             more pass over the logits for it, and look at the values of a `SamplingRule`'s tensors.
         validate: "metadata" looks at what this rank can see, "full" has the ranks of the group

@@ -33,9 +33,11 @@ class Sequences:
     tokens does not count as a sequence.
 
     With a ``group`` each of its ranks holds a part of every sequence (context parallelism):
-    sequence i is the same on all ranks, though its tokens differ. Every sum over sequences then
-    takes one more small collective, and so does the construction, unless ``lengths`` is given. The
-    group that shares the vocabulary, whose ranks hold the same tokens, is a ValueError.
+    sequence i is the same on all ranks, though its tokens differ, and B is (ranks with another B
+    abort or hang, as in any collective). Every sum over sequences then takes one more small
+    collective, and so does the construction, unless ``lengths`` is given. The group that shares the
+    vocabulary, whose ranks hold the same tokens, is a ValueError. In a larger group such ranks
+    count once each, which `HeadLoss` refuses and `sum` does not see.
 
     Invalid bounds (out of order, outside of the tokens, or lengths that add up to the tokens) and
     invalid lengths (negative, or not finite) are a ValueError on CPUs. On GPUs nothing waits for

@@ -19,9 +19,9 @@ from ..statistics import MaybeNone, VocabStatistics, documented_fields, without_
 from .agreement import Agreement
 from .compile import uncompiled_where_needed
 from .given import Given, Want
+from .given_logits import expect_logits
 from .not_finite import expect_known
 from .request_of import build_request
-from .teacher_logits import expect_teacher_logits
 
 
 @uncompiled_where_needed
@@ -224,7 +224,7 @@ def assembled(
         else:
             _check_labels(labels, found["owners"], found["valid"], request.shard)
         with torch.no_grad():
-            expect_teacher_logits(request, found["valid"])
+            expect_logits(request, found["valid"], have_own=not (operands or overwritten))
             expect_known(found, request, operands or {}, overwritten)
     known = *outputs, labels, request.facts.vocab_size, None
     stats = VocabStatistics._make(request.layout.fields(known))

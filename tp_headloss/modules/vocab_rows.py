@@ -200,7 +200,7 @@ class VocabRows(nn.Module):
                 )
             rows = as_dtensor(p.detach(), self.shard, mesh)
             setattr(self, name, nn.Parameter(rows, requires_grad=p.requires_grad))
-            p.data = p.data.new_empty(0)  # who holds it has no rows, in the place of other ones
+            p.data = p.data.new_empty(0, *p.shape[1:])  # who holds it has no rows, not other ones
         return self
 
     def extra_repr(self) -> str:

@@ -224,6 +224,8 @@ class VocabShard:
         total = size * self.world_size
         if self.world_size > 1 and size in (self.vocab_size, self.padded_size):
             why = f"these look like gathered {each}; if they are one rank's, vocab_size is that of all ranks, {total}"
+        elif size == 0:
+            why = "empty: replaced by to_dtensor after another module was tied to it? Tie it later"
         elif other_size == self.width:
             why = f"transposed? It has {self.width} columns: pass its .t()"
         elif size > self.width and self.vocab_size <= total <= self._most_padded():

@@ -1,8 +1,8 @@
-"""`Options(check=True)`: a ValueError on every rank about a teacher's logits that are probabilities,
-or normalised over the columns of one rank.
+"""`Options(check=True)`: a ValueError on every rank about logits, of the student or of a teacher, that
+are probabilities, or normalised over the columns of one rank.
 
 Both give losses that look right. What tells them is a sum over columns, so ranks exchange five
-numbers per token wherever there is a whole teacher.
+numbers per token.
 """
 
 import math
@@ -27,15 +27,24 @@ class _Columns(NamedTuple):
     lse: torch.Tensor
 
 
-def expect_teacher_logits(request: Request, valid: torch.Tensor):
-    """Raise ValueError, equal on all ranks of the group, unless a teacher's logits can be logits.
+def expect_logits(request: Request, valid: torch.Tensor, have_own: bool):
+    """Raise ValueError, equal on all ranks of the group, unless logits can be logits.
 
     Of the valid tokens [..] those count whose columns differ: logits that are all equal, as those
-    of a masked teacher are, may be anything.
+    of a masked teacher or of a new model are, may be anything.
+
+    Args:
+        have_own: the request's own logits are there, as the caller gave them.
     """
-    logits = request.tensors.teacher
-    if logits is None or not valid.numel():
+    if not valid.numel():
         return
+    if have_own:
+        _expect_logits("logits", request.tensors.logits, "the logits as they are", request, valid)
+    if request.tensors.teacher is not None:
+        _expect_logits("teacher.logits", request.tensors.teacher, "Teacher(logits)", request, valid)
+
+
+def _expect_logits(name: str, logits: torch.Tensor, remedy: str, request: Request, valid):
     own = _described(logits[:, : request.facts.valid_width])
     ranks = gather_from_ranks(own, request.shard.group)[:, :, request.order.flatten(valid)]
     known = _Columns(*ranks.unbind(1))
@@ -46,14 +55,13 @@ def expect_teacher_logits(request: Request, valid: torch.Tensor):
         return
     if _are_of_own_columns(known, torch.finfo(logits.dtype).eps):
         raise ValueError(
-            "teacher.logits must be logits, or log-probs of the whole vocabulary, got some that "
-            f"are normalised over a rank's own columns at each of {tokens} valid tokens: pass the "
-            "logits as they are, Teacher(logits)"
+            f"{name} must be logits, or log-probs of the whole vocabulary, got some that are "
+            f"normalised over a rank's own columns at each of {tokens} valid tokens: pass {remedy}"
         )
     if _are_probabilities(known):
         raise ValueError(
-            "teacher.logits must be logits or log-probs, got probabilities, not negative and with "
-            f"a sum of at most 1 at each of {tokens} valid tokens: pass Teacher(q.log())"
+            f"{name} must be logits or log-probs, got probabilities, not negative and with a sum of "
+            f"at most 1 at each of {tokens} valid tokens: pass {remedy}, or the probabilities' log()"
         )
 
 

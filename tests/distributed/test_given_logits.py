@@ -1,5 +1,5 @@
-"""`Options(check=True)` looks at the values of a teacher: logits that are probabilities, or that each
-rank has normalised over its own columns."""
+"""`Options(check=True)` looks at the values of logits, a teacher's and the student's: some that are
+probabilities, or that each rank has normalised over its own columns."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ CHECK = hl.Options(check=True)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LABELS = torch.tensor([0, 7, 14, 21, -100, 35])
 
-# what a teacher may be taken for -> its logits [N, V] and a shard -> this rank's part
+# what logits may be taken for -> its logits [N, V] and a shard -> this rank's part
 WHOLE = {
     "softmax": lambda x: x.softmax(-1),
     "softmax of a padded width": lambda x: torch.cat([x, x + 1], 1).softmax(-1)[:, :V],
@@ -41,13 +41,17 @@ CHANGES = [{-1: -1.0, -2: 1.0}, {0: -1.0, 1: 1.0}, {0: 0.5}]
 
 
 def loss_of(group, device, of_whole, of_own, dtype, options, bounds=None, way="loss"):
-    """Loss of a student with a teacher that is a function of logits, whole ones, then a rank's."""
+    """Loss of a student with a teacher that is a function of logits, whole ones, then a rank's; by way
+    "student" of a student alone that is."""
     shard = hl.VocabShard.from_group(group, V)
     if bounds is not None:
         shard = hl.VocabShard.from_boundaries(bounds, V, group)
     both = torch.randn(2, N, V, generator=torch.Generator().manual_seed(5)).to(device)
     cut = slice(shard.start, shard.start + shard.valid_width)
-    teacher = hl.Teacher(of_own(of_whole(2 * both[0])[:, cut]).to(dtype))
+    logits = of_own(of_whole(2 * both[0])[:, cut]).to(dtype)
+    if way == "student":
+        return float(hl.HeadLoss(options=options)(logits, LABELS.to(device), shard=shard).loss)
+    teacher = hl.Teacher(logits)
     given = {"shard": shard, "inputs": {"teacher": teacher}}
     head_loss = hl.HeadLoss([hl.Distillation()], options=options)
     labels = LABELS.to(device)
@@ -84,7 +88,7 @@ def expect_refused(results, said):
     assert kind == "ValueError" and said in message, message
 
 
-@pytest.mark.parametrize("way", ["loss", "linear"])
+@pytest.mark.parametrize("way", ["loss", "linear", "student"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("kind", WHOLE)
@@ -96,6 +100,7 @@ def test_check_knows_probabilities_from_logits(world_size, kind, mask, dtype, wa
     expect_refused(
         results, f"got probabilities, not negative and with a sum of at most 1 at each of {tokens}"
     )
+    assert results[0].message.startswith("logits" if way == "student" else "teacher.logits")
     assert all(x > 0 for x in on_ranks(world_size, of_whole, *call, None, None, way)), "as logits"
 
 
@@ -103,18 +108,23 @@ def test_check_knows_probabilities_from_logits(world_size, kind, mask, dtype, wa
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("kind", OWN)
 @pytest.mark.parametrize("bounds", [None, [0, 9, V], [0, 9, 9, V]])
-def test_check_knows_logits_that_are_normalised_over_a_ranks_own_columns(bounds, kind, mask, dtype):
+@pytest.mark.parametrize("way", ["loss", "student"])
+def test_check_knows_logits_that_are_normalised_over_a_ranks_own_columns(
+    way, bounds, kind, mask, dtype
+):
     world_size = 2 if bounds is None else len(bounds) - 1
-    results = on_ranks(world_size, of_own, kind, mask, dtype, CHECK, bounds, failures=True)
+    call = of_own, kind, mask, dtype, CHECK, bounds, way
+    results = on_ranks(world_size, *call, failures=True)
     expect_refused(results, "normalised over a rank's own columns")
 
 
 @pytest.mark.parametrize("bounds", [None, [0, V, V], [0, 1, V]])
 @pytest.mark.parametrize("kind", RIGHT)
-def test_check_takes_a_teacher_that_says_nothing_wrong(kind, bounds):
+@pytest.mark.parametrize("way", ["loss", "student"])
+def test_check_takes_logits_that_say_nothing_wrong(way, kind, bounds):
     for dtype in DTYPES:
         call = right, kind, dtype
-        assert on_ranks(2, *call, CHECK, bounds) == on_ranks(2, *call, None, bounds)
+        assert on_ranks(2, *call, CHECK, bounds, way) == on_ranks(2, *call, None, bounds, way)
 
 
 @pytest.mark.parametrize("mask", MASKS)
