@@ -19,7 +19,7 @@ from .fp8 import (
     Fp8Gradient,
     Units,
 )
-from .launch import FP8_GRADIENT, FP8_LIST, FP8_UNITS, ceil_div, launch, pointer_key
+from .launch import FP8_GRADIENT, FP8_LIST, FP8_MARKS, FP8_UNITS, ceil_div, launch, pointer_key
 from .request import Request
 
 FACTOR, LAST, CAPACITY = map(tl.constexpr, (FIRST, SECOND, MOST))
@@ -131,7 +131,8 @@ def _in_units(lane, columns, units, inputs, shift_ptr, n_rows, valid_width):
     power = tl.where(lane < n_rows, tl.load(units.power + token), float("-inf"))
     has_entries = power != float("-inf")
     at = token * inputs.x_row + columns.to(tl.int64) * inputs.x_column
-    x = tl.load(inputs.x + at, mask=has_entries & (columns < valid_width), other=0.0)
+    stored = tl.cdiv(valid_width, 4) * 4  # rows have so many; a thread loads four at once
+    x = tl.load(inputs.x + at, mask=has_entries & (columns < stored), other=0.0)
     pre, post = row_factors(inputs, token)
     z, _slope = transform(widen(x), columns, inputs, pre, post)
     shift = tl.where(has_entries, tl.load(shift_ptr + token), 0.0)
@@ -180,7 +181,7 @@ def _four_bytes(
     exist = tl.minimum(tl.maximum(valid_width - 4 * fours, 0), 4)
     kept = tl.where(exist < 4, (1 << 8 * exist) - 1, -1)
     largest = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
-    is_large = largest > tl.load(units.limit + token)
+    is_large = (largest > tl.load(units.limit + token)) & (exist > 0)
     return _bytes(low, high, 0x7531) & kept, is_large
 
 
@@ -190,7 +191,7 @@ def split_gradient_kernel(
     out_row,  # its stride
     turned_ptr,  # [padded width, T / 4] int32 out, or None
     turned_row,
-    marks_ptr,  # [programs] uint8, 0 before: whether a tile has large entries
+    marks_ptr,  # [column tiles, groups of 4 tokens] uint8, 0 before: whether any entry is large
     units,  # Units
     inputs,  # Inputs
     shift_ptr,  # [T] fp32
@@ -198,6 +199,7 @@ def split_gradient_kernel(
     padded_width,
     valid_width,
     SKIPPED: tl.constexpr,  # of `_noise`
+    MARKS: tl.constexpr,  # of `list_large_kernel`
     TILE: tl.constexpr,  # groups of 4 rows, and of 4 columns
 ):
     """One program: a tile of the gradient, as rows and as columns, with anything at large entries.
@@ -215,10 +217,14 @@ def split_gradient_kernel(
     b, large_b = _four_bytes(lane + 1, *given, FOURS, SKIPPED)
     c, large_c = _four_bytes(lane + 2, *given, FOURS, SKIPPED)
     d, large_d = _four_bytes(lane + 3, *given, FOURS, SKIPPED)
-    mark = marks_ptr + tl.program_id(0) + tl.zeros_like(a)
-    tl.store(mark, 1, mask=large_a | large_b | large_c | large_d)
+    is_large = large_a | large_b | large_c | large_d
+    each: tl.constexpr = MARKS[1] // 4
+    marked = tl.max(tl.reshape(is_large.to(tl.int32), [GROUPS, FOURS // each, each]), 2)
+    column = first // MARKS[1] + tl.arange(0, FOURS // each)[None, :]
+    marks = column * (tl.cdiv(n_rows, 4 * MARKS[0]) * MARKS[0]) + lane // 4
+    tl.store(marks_ptr + marks, 1, mask=(marked != 0) & (lane < n_rows))
+    fours = first // 4 + tl.arange(0, FOURS)[None, :]
     if out_ptr is not None:
-        fours = first // 4 + tl.arange(0, FOURS)[None, :]
         at = lane.to(tl.int64) * out_row + fours
         inside = 4 * fours < padded_width
         tl.store(out_ptr + at, a, mask=inside & (lane < n_rows))
@@ -253,34 +259,35 @@ def list_large_kernel(
     out_row,
     turned_ptr,  # [padded width, T] bytes, as well
     turned_row,
-    marks_ptr,
+    marks_ptr,  # of `split_gradient_kernel`
     units,
     inputs,
     shift_ptr,
     n_rows,
     valid_width,
-    TILE: tl.constexpr,  # of `split_gradient_kernel`
+    MARKS: tl.constexpr,  # marks of a program, columns of each
 ):
-    """One program: the large entries in one tile, if it has any, but the labels'."""
-    if tl.load(marks_ptr + tl.program_id(0)) != 0:
-        row_tiles = tl.cdiv(n_rows, 4 * TILE[0])
-        first = tl.program_id(0) // row_tiles * (4 * TILE[1])
-        columns = first + tl.arange(0, 4 * TILE[1])[None, :]
-        group = tl.program_id(0) % row_tiles * TILE[0]
-        for k in range(4):
-            lane = 4 * (group + tl.arange(0, TILE[0])[:, None]) + k
-            entry = _in_units(lane, columns, units, inputs, shift_ptr, n_rows, valid_width)
-            token = tl.minimum(lane, n_rows - 1).to(tl.int64)
-            is_large = (entry > tl.load(units.limit + token)) & (columns < valid_width)
-            is_large &= columns != tl.load(units.column + token)
-            counts = large.counts + token + tl.zeros_like(columns)
-            place = tl.atomic_add(counts, 1, mask=is_large, sem="relaxed")
-            is_stored = is_large & (place < CAPACITY)
-            at = token * CAPACITY + place
-            tl.store(large.columns + at, tl.zeros_like(place) + columns, mask=is_stored)
-            tl.store(large.gradients + at, tl.load(units.unit + token) * entry, mask=is_stored)
-            _put_zero(out_ptr, token * out_row + columns, is_large)
-            _put_zero(turned_ptr, columns.to(tl.int64) * turned_row + token, is_large)
+    """One program: the large entries that some marks stand for, but the labels'."""
+    first = tl.program_id(0) * MARKS[0]
+    marks = tl.load(marks_ptr + first + tl.arange(0, MARKS[0]))
+    if tl.max(marks.to(tl.int32)) != 0:
+        groups = tl.cdiv(n_rows, 4 * MARKS[0]) * MARKS[0]
+        columns = first // groups * MARKS[1] + tl.arange(0, MARKS[1])[None, :]
+        for i in range(MARKS[0]):
+            if tl.load(marks_ptr + first + i) != 0:
+                lane = 4 * (first % groups + i) + tl.arange(0, 4)[:, None]
+                entry = _in_units(lane, columns, units, inputs, shift_ptr, n_rows, valid_width)
+                token = tl.minimum(lane, n_rows - 1).to(tl.int64)
+                is_large = (entry > tl.load(units.limit + token)) & (columns < valid_width)
+                is_large &= columns != tl.load(units.column + token)
+                counts = large.counts + token + tl.zeros_like(columns)
+                place = tl.atomic_add(counts, 1, mask=is_large, sem="relaxed")
+                is_stored = is_large & (place < CAPACITY)
+                at = token * CAPACITY + place
+                tl.store(large.columns + at, tl.zeros_like(place) + columns, mask=is_stored)
+                tl.store(large.gradients + at, tl.load(units.unit + token) * entry, mask=is_stored)
+                _put_zero(out_ptr, token * out_row + columns, is_large)
+                _put_zero(turned_ptr, columns.to(tl.int64) * turned_row + token, is_large)
 
 
 @triton.jit
@@ -365,9 +372,12 @@ def split_gradient(
     strides = [0 if x is None else x.stride(0) for x in bytes_of]
     # four columns of a token, and four tokens of a column, are one number
     numbers = [None if x is None else x.view(torch.int32) for x in bytes_of]
-    groups, fours = FP8_GRADIENT.block
+    tile = FP8_GRADIENT[request.tensors.logits.dtype.itemsize]
+    groups, fours = tile.block
     tiles = ceil_div(n_rows, 4 * groups) * ceil_div(padded_width, 4 * fours)
-    marks = torch.zeros(tiles, dtype=torch.uint8, device=merged.device)
+    marks_each, columns_each = FP8_MARKS.block
+    programs = ceil_div(padded_width, columns_each) * ceil_div(n_rows, 4 * marks_each)
+    marks = merged.new_zeros(programs * marks_each, dtype=torch.uint8)
     skipped = facts.start % 4
     keys = *[s % 64 == 0 for s in strides], *map(pointer_key, (*bytes_of, shift))
     variant = merged.device, prepared.variant, padded_width % 16 == 0, skipped, *keys
@@ -375,7 +385,7 @@ def split_gradient(
         split_gradient_kernel,
         tiles,
         variant,
-        FP8_GRADIENT,
+        tile,
         numbers[0],
         strides[0] // 4,
         numbers[1],
@@ -385,13 +395,14 @@ def split_gradient(
         padded_width,
         facts.valid_width,
         skipped,
+        FP8_MARKS.block,
     )
     places = bytes_of[0], strides[0], bytes_of[1], strides[1]
     launch(
         list_large_kernel,
-        tiles,
+        programs,
         variant,
-        FP8_GRADIENT,
+        FP8_MARKS,
         out.large,
         *places,
         marks,

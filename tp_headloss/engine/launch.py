@@ -187,13 +187,17 @@ SCALE = Launch(4096, 4)
 AGAIN = Launch(4096, 4)  # of a gradient over the logits that is multiplied by an upstream gradient
 AGAIN_PROGRAMS = 528
 LATE_PROGRAMS = 132 * 16  # of a gradient that the forward may have written already
-# Gradients in fp8: tiles of 4 tokens each and of 4 columns each; of an operand that is turned; of
-# entries at once and columns of the hidden states, with programs for each of these columns; entries
-# and columns of one token; places of its list; tokens. H200, 8192 x 32064 bf16, H 2048, states of
-# 3.4 to 3.9 nats: split and list 16x16/2 500, 16x32/2 504, 32x16/2 522, 16x16/4 531, 32x32/8 614,
-# 8x16/1 640, 8x64/4 689; entries with their order 128x64/2 353, 128x32/1 361, 64x64/2 397, 16x64/1
-# 671, 32x128/1 516; one token 4x512/1 57, 4x1024/2 56, 16x512/4 443 where 8x512/1 is 106
-FP8_GRADIENT, FP8_TURN = TileLaunch((16, 16), 2), TileLaunch((64, 64), 4)
+# Gradients in fp8: tiles of 4 tokens each and of 4 columns each; marks of 4 tokens each, by programs,
+# and columns of a mark; of an operand that is turned; of entries at once and columns of the hidden
+# states, with programs for each of these columns; entries and columns of one token; places of its
+# list; tokens. H200, 8192 x 128256 random logits in bf16 of 11.6 nats, and of 4.9: split 32x32/4 1477,
+# 16x32/4 1680 (of 80 registers 1554), 16x16/2 1720, 32x32/8 1764, 32x64/16 2557; marks 64x32/1 125,
+# 349, 64x64/1 90, 444, 128x32/1 98, 370, 64x16/1 236, 375. 8192 x 32064 bf16, H 2048, states of 3.4 to
+# 3.9 nats: entries with their order 128x64/2 353, 128x32/1 361, 64x64/2 397, 16x64/1 671, 32x128/1
+# 516; one token 4x512/1 57, 4x1024/2 56, 16x512/4 443 where 8x512/1 is 106
+# by bytes of a logit: fp32 ones take twice the registers
+FP8_GRADIENT = {2: TileLaunch((32, 32), 4), 4: TileLaunch((16, 16), 2)}
+FP8_MARKS, FP8_TURN = TileLaunch((64, 32), 1), TileLaunch((64, 64), 4)
 FP8_ROW = TileLaunch((4, 512), 1)
 # of ids that have many entries, and of those that have at most FP8_FEW (not measured): the first
 # tile for all took 4.4 ms of 26,000 ids that have one or two, in 8192 x 128256, H 4096
