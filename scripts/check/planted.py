@@ -600,6 +600,10 @@ GROUPS = {
         ("engine/fp8_triton.py", "_four_bytes", "tl.where(exist < 4, (1 << 8 * exist) - 1, -1)", "-1"),
         ("engine/fp8_triton.py", "_four_bytes", "_halves(a, b) + _bytes(noise, zero, 16704)", "_halves(a, b) + 128"),
         ("engine/fp8_triton.py", "split_gradient_kernel", "tl.join(even, odd)", "tl.join(odd, even)"),
+        ("engine/fp8_triton.py", "_four_bytes", "exist > 0", "True"),
+        ("engine/fp8_triton.py", "split_gradient_kernel", "lane // 4", "0"),
+        ("engine/fp8_triton.py", "list_large_kernel", "first // groups * MARKS[1]", "0"),
+        ("engine/fp8_triton.py", "list_large_kernel", "first % groups + i", "i"),
         ("engine/fp8_triton.py", "list_large_kernel", "columns != tl.load(units.column + token)", "True"),
         ("engine/fp8_triton.py", "list_large_kernel", "_put_zero(turned_ptr, columns.to(tl.int64) * turned_row + token, is_large)", "pass"),
         ("engine/fp8_triton.py", "order_large_kernel", "_put_zero(out_ptr, token * out_row + label, has_label)", "pass"),
@@ -916,7 +920,6 @@ GROUPS = {
     "test_given_logits": [
         ("call/given_logits.py", "_expect_logits", "request.order.flatten(valid)", "..."),
         ("call/statistics.py", "assembled", "have_own=not (operands or overwritten)", "have_own=False"),
-        ("call/statistics.py", "assembled", "have_own=not (operands or overwritten)", "have_own=True"),
         ("call/given_logits.py", "_expect_logits", "gather_from_ranks(own, request.shard.group)", "own.unsqueeze(0)"),
         ("call/given_logits.py", "_expect_logits", "known.least.amin(0) < known.largest.amax(0)", "known.least.amin(0) <= known.largest.amax(0)"),
         ("call/given_logits.py", "_are_of_own_columns", "int(has_columns.sum()) < 2", "False"),

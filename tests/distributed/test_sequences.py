@@ -2,6 +2,7 @@
 ranks."""
 
 import functools
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from ranks import on_ranks
 
 import tp_headloss as hl
 from tp_headloss.arguments.sequences import SEQUENCE_REDUCTIONS
+from tp_headloss.ranks.comm import _agreed, _checksum
 
 V, B, S = 40, 4, 6
 LENGTHS = (6, 1, 0, 4)
@@ -299,10 +301,10 @@ def metrics_run(group, device):
     }
     if rank == 1:  # no tokens here
         metrics |= {"max_ratio": -torch.inf, "min_ratio": torch.inf}
+    metrics = {name: torch.tensor(value, device=device) for name, value in metrics.items()}
+    hl.reduce_metrics(metrics, group)  # which compares their names
     with counted_collectives() as events:
-        out = hl.reduce_metrics(
-            {name: torch.tensor(value, device=device) for name, value in metrics.items()}, group
-        )
+        out = hl.reduce_metrics(metrics, group)
     return out, sum(events.values())
 
 
@@ -320,14 +322,37 @@ def test_metrics_are_reduced_by_what_they_are_in_one_collective():
     assert collectives == 0 and alone["ratio"] == 1.5 and hl.reduce_metrics({}, None) == {}
 
 
-def other_names_run(group, device):
-    one, name = torch.ones((), device=device), "ab"[dist.get_rank(group)]
-    return [x.item() for x in hl.reduce_metrics({"count": one, name: one}, group).values()]
+# names of the first rank's metrics -> those of the others
+OTHER_NAMES = {
+    "another": ("count", "a"),
+    "one more": ("count", "count b"),
+    "in another order": ("b a", "a b"),
+    "many": ("a", " ".join(f"x{i}" for i in range(62))),
+}
 
 
-def test_metrics_of_other_names_are_not_added_up():
-    for values in on_ranks(2, other_names_run):
-        assert all(value != value for value in values)
+def other_names_run(group, device, case, known):
+    names = OTHER_NAMES[case][dist.get_rank(group) > 0].split()
+    metrics = {f"{name} of {case}": torch.ones((), device=device) for name in names}
+    if known and dist.get_rank(group) == 0:  # to this rank alone
+        own = {_checksum(repr(list(metrics)))}
+        with mock.patch.dict(_agreed, {group: own}):
+            return [x.item() for x in hl.reduce_metrics(metrics, group).values()]
+    with pytest.raises(ValueError) as caught:
+        hl.reduce_metrics(metrics, group)
+    return str(caught.value), list(metrics)
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("case", OTHER_NAMES)
+def test_metrics_of_other_names_are_refused_or_nan_on_every_rank(case, known):
+    first, *others = on_ranks(3, other_names_run, case, known)
+    for rank, (message, names) in enumerate(others, 1):
+        assert f"got {names} on rank {rank} of the group, and others on ranks [0]" in message
+    if known:
+        assert all(value != value for value in first)
+    else:
+        assert f"got {first[1]} on rank 0 of the group, and others on ranks [1, 2]" in first[0]
 
 
 def test_metrics_of_micro_batches_combine_like_those_of_ranks():

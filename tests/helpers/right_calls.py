@@ -210,4 +210,6 @@ def arguments_of(function) -> dict:
     given = {name: right(name, line) for name, line in function.lines.items()}
     if function is hl.TopKDistillation:  # the only one of which outside_log_prob is
         given |= {"divergence": "reverse_kl", "support": "vocabulary"}
+    if function in (hl.losses.icepop, hl.losses.truncated_importance_weight):
+        given |= {"level": "sequence"}
     return given | ({"objective": "vespo"} if "objective" in given else {})

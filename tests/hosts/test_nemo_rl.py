@@ -294,6 +294,7 @@ def mask_of(length, sizes=None):
             rf"sampling_mask must be of the tokens, \[{B}, {S}, 'K'\], got \[{B}, {S - 1}, 2\]",
         ),
         ({"sampling_params": {"min_p": 0.1}}, "min_p"),
+        ({"sampling_params": SimpleNamespace(top_k=5, top_p=1.0, min_p=0.1)}, "got min_p=0.1"),
         (
             {"sampling_params": SimpleNamespace(top_k=-1, top_p=1.0, replay_sampling_mask=True)},
             "replay_sampling_mask",

@@ -933,7 +933,9 @@ def train():
         trainer = page["HeadTrainer"](model, TrainingArguments(out, **options), train_dataset=rows)
         trainer.fused = fuse_head(model, HeadLoss(metrics="accuracy"))
         trainer.train()
-        (found,) = [entry for entry in trainer.state.log_history if "loss" in entry]
+        (found,) = [entry for entry in trainer.state.log_history if "head/loss" in entry]
+        trainer.log({"eval_loss": 1.0})
+        assert "head/loss" not in trainer.state.log_history[-1]
         assert (
             0 <= found["head/accuracy"] <= 1 and abs(found["head/loss"] - found["loss"]) < 1e-4
         ), found

@@ -65,6 +65,15 @@ REFUSED = {
     "level='sequence' needs sequences": lambda: losses.icepop(
         ZEROS, generator_log_prob=ZEROS, level="sequence"
     ),
+    **{
+        f"sequences go with level='sequence', got level='token'{' ' * i}": functools.partial(
+            weight,
+            ZEROS,
+            generator_log_prob=ZEROS,
+            sequences=Sequences.from_mask(torch.ones(B, S, dtype=torch.bool)),
+        )
+        for i, weight in enumerate((losses.icepop, losses.truncated_importance_weight))
+    },
     "V must be at least 2, got 1": lambda: losses.smoothed_cross_entropy(
         STATS._replace(vocab_size=1), 0.1, "megatron"
     ),

@@ -18,6 +18,7 @@ from tp_headloss import (
     Distillation,
     GeneratorMetrics,
     HeadLoss,
+    IdSets,
     KLToReference,
     Linear,
     Options,
@@ -376,6 +377,18 @@ ATTRIBUTES = {
         lambda: vocab_statistics(LOGITS, LABELS).mean,
         "no 'mean': they are several tensors, write it of one, such as .lse.mean",
     ),
+    "a statistic that is nearly so named": (
+        lambda: vocab_statistics(LOGITS, LABELS).log_probs,
+        "no 'log_probs': did you mean .log_prob?",
+    ),
+    "a metric of statistics": (
+        lambda: vocab_statistics(LOGITS, LABELS).accuracy,
+        "no 'accuracy': with want=('argmax',) they have .correct",
+    ),
+    "a size of sets": (
+        lambda: IdSets(LABELS[..., None]).shape,
+        "IdSets have no 'shape': they have .ids and .spans, and .tolist()",
+    ),
     "a metric's mean": (
         lambda: HeadLoss(metrics="perplexity")(LOGITS, LABELS).perplexity,
         "no 'perplexity': write out.means()['perplexity']",
@@ -479,7 +492,7 @@ def test_arguments_of_a_teacher_and_of_its_term_are_not_confused(name):
 
 def test_a_sample_in_the_place_of_its_log_probs_is_refused_with_them():
     drawn = sample(LOGITS, positions=LABELS, seed=0)
-    with pytest.raises(TypeError, match=r"got Sample: pass its \.full_log_probs"):
+    with pytest.raises(TypeError, match=r"got Sample: .* \.full_log_probs for log-probs"):
         HeadLoss(PolicyGradient())(
             LOGITS, LABELS, inputs={"advantages": LOGITS[..., 0], "old_log_prob": drawn}
         )

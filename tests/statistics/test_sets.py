@@ -180,6 +180,20 @@ def pieces():
                    "csr": [ragged(p) for p in parts], "both": [padded(parts[0]), *map(ragged, parts[1:])]}  # fmt: skip
 
 
+def test_sets_are_compared_searched_and_gone_through_as_what_they_are():
+    sets = IdSets(torch.tensor([[5, 6], [7, -1]]))
+    assert [each.tolist() for each in sets] == [[[5, 6]], [[7]]]
+    assert sets != "sets" and sets in [sets] and len({sets, sets[0]}) == 2
+    for wrong, said in (
+        (lambda: 5 in sets, r"sets.contains\(labels\)"),
+        (lambda: sets == sets[:], "compare their .tolist"),
+        (lambda: sets != sets[:], "compare their .tolist"),
+        (lambda: list(sets[0]), "one token have no length"),
+    ):
+        with pytest.raises(TypeError, match=said):
+            wrong()
+
+
 @pytest.mark.parametrize("form", ["padded", "masked", "csr", "both"])
 def test_joined_sets_are_those_of_their_parts_in_order(form):
     lists, forms = pieces()

@@ -167,6 +167,23 @@ class IdSets:
             raise TypeError("sets of one token have no length")
         return self._token_tensor.shape[0]
 
+    def __iter__(self):
+        return (self[i] for i in range(len(self)))
+
+    def __contains__(self, _value):
+        raise TypeError("sets are of many tokens: write sets.contains(labels), or sets.tolist()")
+
+    def __eq__(self, other):
+        if isinstance(other, IdSets):
+            raise TypeError("sets have no ==: compare their .tolist()")
+        return NotImplemented
+
+    __hash__ = object.__hash__
+
+    def __getattr__(self, name: str):
+        said = ": they have .ids and .spans, and .tolist()" * hasattr(torch.Tensor, name)
+        raise AttributeError(f"IdSets have no {name!r}{said}")
+
     def __getitem__(self, index) -> IdSets:
         """Return the sets of some tokens, by an index, slice, mask or tensor of indices as those of
         a tensor.

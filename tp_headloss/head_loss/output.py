@@ -169,8 +169,8 @@ def mean_metrics(outputs: HeadLossOutput | Outputs, group: Group = None) -> dict
         extrema, "perplexity" is exp of the mean of -log p. A mean of no tokens is NaN.
 
     Raises:
-        TypeError, ValueError: no outputs, outputs of other names, or a group whose ranks share a
-            vocabulary.
+        TypeError, ValueError: no outputs, outputs of other names, here or on another rank (see
+            `reduce_metrics`), or a group whose ranks share a vocabulary.
 
     Examples:
         >>> out = HeadLoss(metrics=("accuracy", "entropy"))(torch.zeros(2, 4), torch.tensor([0, 3]))

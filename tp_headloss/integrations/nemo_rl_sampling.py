@@ -81,6 +81,8 @@ def _fields(params) -> Mapping:
     if params is None:
         return {}
     if hasattr(params, "top_k") and hasattr(params, "top_p"):
+        if min_p := getattr(params, "min_p", None):
+            raise ValueError(f"sampling_params must have {FIELDS} alone, got min_p={min_p}")
         return {name: getattr(params, name, None) for name in FIELDS}
     if not isinstance(params, Mapping):
         raise TypeError(

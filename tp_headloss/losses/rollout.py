@@ -10,13 +10,13 @@ which needs ``sequences``, a `tp_headloss.Sequences`.
 
 from __future__ import annotations
 
-from typing import Annotated, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import torch
 
 from ..arguments.sequences import Sequences
 from ..spec import CONSTANT_LOG_PROBS, Bounds, checked
-from .ratio import LOG_RATIO_CLAMP, NATS, GeneratorLogProb, Level, log_ratio
+from .ratio import LOG_RATIO_CLAMP, NATS, GeneratorLogProb, log_ratio
 
 TrainerLogProb: TypeAlias = Annotated[
     torch.Tensor,
@@ -24,6 +24,10 @@ TrainerLogProb: TypeAlias = Annotated[
     f"The trainer's at sampling time (``old_log_prob``), {NATS}",
 ]
 
+WeightLevel: TypeAlias = Annotated[
+    Literal["token", "sequence"],
+    "Whose w: the token's, or the product of those of its sequence, which needs ``sequences``",
+]
 RolloutWeight: TypeAlias = Annotated[
     torch.Tensor, '[..] fp32, detached: the input "rollout_weight" of `PolicyGradient`'
 ]
@@ -33,6 +37,8 @@ def _log_weight(log_prob, generator_log_prob, level, sequences):
     """log w [..] of each token, or of its sequence."""
     log_w = log_ratio(log_prob, generator_log_prob)
     if level == "token":
+        if sequences is not None:
+            raise ValueError("sequences go with level='sequence', got level='token'")
         return log_w
     if sequences is None:
         raise ValueError("level='sequence' needs sequences, got None")
@@ -45,7 +51,7 @@ def truncated_importance_weight(
     *,
     generator_log_prob: GeneratorLogProb,
     bounds: Bounds = (0.0, 2.0),
-    level: Level = "token",
+    level: WeightLevel = "token",
     sequences: Sequences | None = None,
 ) -> RolloutWeight:
     """Return w = exp(log_prob - generator_log_prob) clamped to ``bounds``.
@@ -66,7 +72,7 @@ def icepop(
     *,
     generator_log_prob: GeneratorLogProb,
     bounds: Bounds = (0.5, 5.0),
-    level: Level = "token",
+    level: WeightLevel = "token",
     sequences: Sequences | None = None,
 ) -> RolloutWeight:
     """Return w = exp(log_prob - generator_log_prob) where it is within ``bounds``, else 0.

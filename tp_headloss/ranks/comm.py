@@ -8,6 +8,7 @@ Elsewhere only these communicate: rendezvous and barrier of symmetric memory
 from __future__ import annotations
 
 import contextlib
+import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -222,6 +223,28 @@ def _checksum(text: str) -> int:
     return zlib.crc32(text.encode())
 
 
+# Checksums of the names of metrics that a group is known to agree on. torch holds a group until it is
+# destroyed.
+_agreed: weakref.WeakKeyDictionary[ProcessGroup, set[int]] = weakref.WeakKeyDictionary()
+PACKET = 64  # numbers that each rank sends, or a multiple, so that ranks with other metrics meet
+
+
+def _expect_same_names(names: list[str], group: Group, checksum: int, found: torch.Tensor):
+    """Raise ValueError unless the checksums [P] of all ranks are equal. Looks at them, and waits for
+    the device, where the names are new to the group."""
+    if torch.compiler.is_compiling() or group is None or checksum in _agreed.get(group, ()):
+        return
+    if found.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    others = [rank for rank, other in enumerate(found.tolist()) if other != checksum]
+    if others:
+        raise ValueError(
+            "all ranks of the group must have metrics of the same names in the same order, got "
+            f"{names} on rank {group.rank()} of the group, and others on ranks {others}"
+        )
+    _agreed.setdefault(group, set()).add(checksum)
+
+
 @checked
 def reduce_metrics(metrics: Metrics, group: Group) -> Metrics:
     """Reduce the scalars by name of each rank to those of the group; one small all-gather.
@@ -229,8 +252,9 @@ def reduce_metrics(metrics: Metrics, group: Group) -> Metrics:
     Results have equal bits on every rank. As `combine_metrics`: "max_" and "min_" names are extrema
     (neutral: -inf and inf), all others sums (neutral: 0) in float64, so reduce sums and counts
     first and divide afterwards (for "perplexity": divide, negate, exp). The same names in the same
-    order on every rank, or all results are NaN (other numbers of names: an error of the
-    communication library); float64 on the tensors' device.
+    order on every rank; float64 on the tensors' device. A rank compares names with those of the
+    others where they are new to it in the group, and waits for its device. Where it does not (later,
+    in a compiled function, in a CUDA graph), other names on one rank make all its results NaN.
 
     Args:
         group: data- and context-parallel ranks, which hold different tokens; None is one rank.
@@ -239,9 +263,9 @@ def reduce_metrics(metrics: Metrics, group: Group) -> Metrics:
             ValueError.
 
     Raises:
-        TypeError, ValueError: anything but a dict of scalars, means of `mean_metrics`, or a group
-            whose ranks share a vocabulary. One that has such ranks among others is not noticed: it
-            counts them P times.
+        TypeError, ValueError: anything but a dict of scalars, means of `mean_metrics`, other names
+            on another rank, or a group whose ranks share a vocabulary. One that has such ranks
+            among others is not noticed: it counts them P times.
 
     Examples:
         >>> sums = reduce_metrics(
@@ -259,10 +283,13 @@ def reduce_metrics(metrics: Metrics, group: Group) -> Metrics:
         )
     if not metrics:
         return {}
-    values = _stack(metrics)
-    values = torch.cat([values, values.new_full((1,), _checksum(repr(list(metrics))))])
-    values, names = gather_from_ranks(values, group).split([len(metrics), 1], 1)
-    return _combine(metrics, torch.where((names == names[0]).all(), values, torch.nan))
+    values, names = _stack(metrics), list(metrics)
+    checksum = _checksum(repr(names))
+    rest = -(len(names) + 1) % PACKET
+    packet = torch.cat([values, values.new_full((1,), checksum), values.new_zeros(rest)])
+    values, found, _ = gather_from_ranks(packet, group).split([len(names), 1, rest], 1)
+    _expect_same_names(names, group, checksum, found[:, 0])
+    return _combine(metrics, torch.where((found == checksum).all(), values, torch.nan))
 
 
 class NumberedStore(Store):

@@ -50,8 +50,8 @@ class Sample(NamedTuple):
             is not positive.
         log_probs: [..] fp32, of the distribution that was sampled: over the ids that the rule kept.
             NaN where -1.
-        full_log_probs: [..] fp32, over the whole vocabulary; equal to log_probs without a rule. NaN
-            where -1.
+        full_log_probs: [..] fp32, over the whole vocabulary, of the transformed logits; equal to
+            log_probs without a rule. NaN where -1.
         sets: `IdSets` that the rule kept, empty where -1; None without a rule.
 
     Examples:
@@ -67,9 +67,10 @@ class Sample(NamedTuple):
     sets: IdSets | MaybeNone
 
 
-# in the place of log-probs; a NamedTuple has fields alone
+# in the place of one of its fields; a NamedTuple has fields alone
 Sample.remedy = (  # type: ignore[attr-defined] # pyright: ignore
-    ": pass its .full_log_probs, or with over='sets' its .log_probs"
+    ": pass .ids of it for labels, .sets for sets, .full_log_probs for log-probs, or with "
+    "over='sets' its .log_probs"
 )
 
 

@@ -109,7 +109,8 @@ def topk_log_probs(
             both.
         k: entries per token, in [1, vocab_size].
         weight: [width, H] of this rank; logits are made (as by torch.nn.functional.linear) by
-            blocks of tokens.
+            blocks of tokens. Where neither it nor a shard is given, nothing tells hidden states
+            from logits of H ids.
         shard: as in `vocab_statistics`. One that was forgotten is an error beside a ``weight`` of
             a `VocabParallelHead`, or a DTensor. Beside others nothing finds it: without labels,
             each rank has the largest of its own columns, with ids from 0.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import re
 from typing import NamedTuple, TypeVar
@@ -11,6 +12,11 @@ import torch
 from .family import MaybeNone
 
 Results = TypeVar("Results", bound=tuple)
+# what to write for the names of metrics
+OF_METRICS = {
+    "accuracy": "with want=('argmax',) they have .correct",
+    "perplexity": "HeadLoss(metrics='perplexity') has it in out.means()",
+}
 OF_LABELS = {"log_prob", "target_logit", "labels", "valid"}  # statistics that labels bring
 
 
@@ -158,8 +164,10 @@ class VocabStatistics(NamedTuple):
         registered = self.registered if len(self) else None
         if isinstance(registered, dict) and name in registered:
             return registered[name]
-        said = f"a registered statistic needs want=({name!r},)"
-        if hasattr(torch.Tensor, name):
+        said = OF_METRICS.get(name, f"a registered statistic needs want=({name!r},)")
+        if close := difflib.get_close_matches(name, self._fields, 1, 0.8):
+            said = f"did you mean .{close[0]}?"
+        elif hasattr(torch.Tensor, name):
             said = f"they are several tensors, write it of one, such as .lse.{name}"
         raise AttributeError(f"VocabStatistics have no {name!r}: {said}")
 
