@@ -81,6 +81,8 @@ def right(name, line):
         return max(line.low, 0.0) if line.high > 1 else (max(line.low, 0.0) + line.high) / 2
     if isinstance(line, spec.IntLine):
         return max(line.low, 1)
+    if isinstance(line, spec.TupleOf) and line.around is not None:
+        return line.around / 2, line.around * 2
     simple = {spec.Callables: lambda stats: stats.lse, spec.Names: (), spec.Text: "text"}
     return (
         simple[type(line)] if type(line) in simple else tuple([right("", line.line)] * line.count)
@@ -178,6 +180,7 @@ def wrong(line):
             }
             if line.ordered:
                 values |= {"unordered": (2.0, 1.0), "nan": (NAN, 1.0)}
+                values |= {} if line.around is None else {"far": (0.2, 0.28), "above": (1.5, 2.0)}
     return values
 
 

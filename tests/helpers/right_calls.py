@@ -211,5 +211,5 @@ def arguments_of(function) -> dict:
     if function is hl.TopKDistillation:  # the only one of which outside_log_prob is
         given |= {"divergence": "reverse_kl", "support": "vocabulary"}
     if function in (hl.losses.icepop, hl.losses.truncated_importance_weight):
-        given |= {"level": "sequence"}
+        del given["sequences"]  # of the other level
     return given | ({"objective": "vespo"} if "objective" in given else {})

@@ -74,6 +74,9 @@ REFUSED = {
         )
         for i, weight in enumerate((losses.icepop, losses.truncated_importance_weight))
     },
+    "bounds must be around 1, which equal log-probs have": lambda: losses.icepop(
+        ZEROS, generator_log_prob=ZEROS, bounds=(0.2, 0.28)
+    ),
     "V must be at least 2, got 1": lambda: losses.smoothed_cross_entropy(
         STATS._replace(vocab_size=1), 0.1, "megatron"
     ),

@@ -29,6 +29,8 @@ def arguments_of(function) -> dict:
     defaults = inspect.signature(function).parameters
     for name, line in function.lines.items():
         found = tensor_line(line)
+        if name == "sequences" and getattr(defaults.get("level"), "default", None) == "token":
+            continue  # of the other level
         if name == "sequences":
             given[name] = Sequences.from_ids(torch.tensor([0, 0, 1, 1]), 2, torch.ones(4).bool())
         elif found is not None and "bool" not in found.kind.split() and found.shape != ():

@@ -37,7 +37,7 @@ class Teacher(_Tempered):
     """A teacher for distillation: logits of the same shard, compared at temperatures of their own.
 
     What is replicated must be equal on all ranks of the group, else results are undefined:
-    ``Options(validate="full")`` finds it.
+    ``Options(validate="full")`` finds it, and "checksums" hidden states as well.
 
     Args:
         logits: sharded like the student's, fp32, bf16 or fp16, or float64 where the student's
@@ -125,11 +125,11 @@ class TeacherHead(_Tempered):
     """A `Teacher` for linear heads: its logits hidden @ weight^T + bias are made by blocks and
     never exist as a whole.
 
-    For `HeadLoss.linear`, `linear_vocab_statistics` and `topk_log_probs`, which take it where they
-    take a `Teacher` or logits. What is replicated must be equal on all ranks of the group, as for a
-    `Teacher`, and the backward reads hidden states and weight again: leave their memory as it is
-    until then. Neither the hidden states nor the weight nor the bias get a
-    gradient, whether they require one or not.
+    For `HeadLoss.linear` and `linear_vocab_statistics`, which take it where they take a `Teacher`,
+    and for `topk_log_probs`, which takes it in the place of logits and exports at its temperature.
+    What is replicated must be equal on all ranks of the group, as for a `Teacher`, and the backward
+    reads hidden states and weight again: leave their memory as it is until then. Neither the hidden
+    states nor the weight nor the bias get a gradient, whether they require one or not.
 
     Logits have the operands' dtype, as torch.nn.functional.linear has it; with a bias or a softcap
     they are fp32, not rounded in between. A teacher that shares the student's head is

@@ -64,10 +64,10 @@ def vocab_statistics(
             "total_variation" take a second, small collective, "rank" one before, of labels' logits,
             all others one.
         sets: those whose statistics are in ``want``, such as those of `kept_ids`.
-        ids: global ids whose log-probs are "log_probs_at" [.., K], in any order, also several
-            times. A negative id is none, and one at or beyond the vocabulary is NaN. They are z -
-            lse, rounded, so 0 above -6e-8, as those of an fp32 log_softmax. Near 0 accurate are
-            log_prob, with the id as label, and log(1 - p), the "tail_log_mass" of a
+        ids: global ids, replicated, whose log-probs are "log_probs_at" [.., K], in any order, also
+            several times. A negative id is none, and has 0, and one at or beyond the vocabulary is
+            NaN. They are z - lse, rounded, so 0 above -6e-8, as those of an fp32 log_softmax. Near
+            0 accurate are log_prob, with the id as label, and log(1 - p), the "tail_log_mass" of a
             ``TopKTeacher(ids, log_probs, renormalize=False)``.
         total_weight: column weights w of ``total`` (class weights), not differentiable.
         ignore_index: label of tokens that are left out.

@@ -8,6 +8,7 @@ from typing import Annotated, Any, NamedTuple, TypeAlias
 import torch
 
 from ..arguments.sequences import SEQUENCE_REDUCTIONS, Sequences
+from ..arguments.teachers import TopKTeacher
 from ..call.dtensor import local_part
 from ..call.given import Given
 from ..call.request_of import expect_labels_of_tokens
@@ -266,7 +267,7 @@ def _expect_teacher_that_is_read(definition: HeadLossDefinition, teacher):
             f"a call has one teacher, got {len(teacher)}: make a call for each, or, of "
             "probabilities q1 and q2 of the same tokens, Teacher(((q1 + q2) / 2).log())"
         )
-    if getattr(teacher, "tail_log_prob", None) is None:
+    if not isinstance(teacher, TopKTeacher) or teacher.tail_log_prob is None:
         return
     parts: tuple[Term | Metric, ...] = (*definition.terms, *definition.token_metrics)
     if not any("teacher" in part.inputs and reads_tail(part.function) for part in parts):

@@ -15,11 +15,11 @@ from ..losses.kl import KLEstimator
 from ..losses.policy import CLIP
 from ..losses.ratio import Level, scaled
 from ..spec import (
-    Bounds,
     Pair,
     PenaltyWeight,
     Positive,
     Weight,
+    WeightBounds,
     checked,
 )
 from ..spec.aliases import hint
@@ -78,6 +78,10 @@ def PolicyGradient(
     Inputs, without gradient: "advantages" and "old_log_prob", for "reinforce" the first alone;
     besides, "sequences" for "gspo", "gspo-length-weighted", "gmpo" and "vespo", and "noise" for
     "clip-cov"; for "positive-nll" only "rewards".
+
+    Token and sequence are weighted by the reduction of the `HeadLoss`, whose default is the mean over
+    tokens: the papers of "gspo" and "gmpo" have reduction="seq-mean-token-mean", as the whole loss
+    `GSPO` has.
 
     Args:
         weight: the second argument by position, as in all terms: a clip is ``clip=(low, high)``.
@@ -204,7 +208,7 @@ def PolicyMetrics(
 
 
 @checked
-def GeneratorMetrics(bounds: Bounds = (0.5, 2.0), *, over: Over = "vocabulary") -> Metric:
+def GeneratorMetrics(bounds: WeightBounds = (0.5, 2.0), *, over: Over = "vocabulary") -> Metric:
     """Metrics of trainer against generator, see `losses.generator_metrics`.
 
     Inputs: "old_log_prob" and "generator_log_prob".

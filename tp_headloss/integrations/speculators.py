@@ -199,8 +199,10 @@ def resolve_loss_config(
     ``loss_config``.
 
     Args:
-        spec: "kl_div", "rkl", "jsd", "ce", "tv", "nla" or "lk_hybrid", or a JSON object of such names
-            and their weights.
+        spec: "kl_div" (forward KL), "rkl" (reverse KL), "jsd", "ce" (of the target's likeliest id),
+            "tv" (total variation), "nla" (-log of the acceptance rate) or "lk_hybrid" (a mixture of KL
+            and total variation, `losses.lk_lambda`), or a JSON object of such names and their
+            weights.
         implementation: accepted, and changes nothing.
         shard: of the draft's vocabulary, bound to each loss; None: this rank has all of it.
 
@@ -271,7 +273,8 @@ def compute_metrics(
     Args:
         logits: [B, S, V/P] logits of the draft sharded on V; with ``weight`` its hidden states
             [B, S, H], replicated.
-        targets: [B, S, V/P] logits of the target at the same ids; with ``target_weight`` its hidden
+        targets: [B, S, V/P] logits of the target at the same ids (probabilities would be taken for
+            logits); with ``target_weight`` its hidden
             states [B, S, H_t]. Its logits are then made by blocks, and never exist as a whole.
         loss_mask: weights of the tokens; None: all count.
         prev_correct: True where all steps so far found the target's likeliest id; written. None: not

@@ -12,7 +12,7 @@ from typing import Annotated, TypeAlias
 import torch
 
 from ..arguments.sequences import Sequences
-from ..spec import Bounds, Positive, checked
+from ..spec import Positive, WeightBounds, checked
 from .kl import k3, kl_estimate
 from .policy import CLIP, ratio_bounds
 from .ratio import (
@@ -110,7 +110,7 @@ def generator_metrics(
     *,
     old_log_prob: OldLogProb,
     generator_log_prob: GeneratorLogProb,
-    bounds: Bounds = (0.5, 2.0),
+    bounds: WeightBounds = (0.5, 2.0),
 ) -> TokenMetrics:
     """Return metrics [..] of the distance between the trainer and the generator, the program that
     sampled the tokens.

@@ -15,7 +15,7 @@ from typing import Annotated, Literal, TypeAlias
 import torch
 
 from ..arguments.sequences import Sequences
-from ..spec import CONSTANT_LOG_PROBS, Bounds, checked
+from ..spec import CONSTANT_LOG_PROBS, WeightBounds, checked
 from .ratio import LOG_RATIO_CLAMP, NATS, GeneratorLogProb, log_ratio
 
 TrainerLogProb: TypeAlias = Annotated[
@@ -50,7 +50,7 @@ def truncated_importance_weight(
     log_prob: TrainerLogProb,
     *,
     generator_log_prob: GeneratorLogProb,
-    bounds: Bounds = (0.0, 2.0),
+    bounds: WeightBounds = (0.0, 2.0),
     level: WeightLevel = "token",
     sequences: Sequences | None = None,
 ) -> RolloutWeight:
@@ -71,7 +71,7 @@ def icepop(
     log_prob: TrainerLogProb,
     *,
     generator_log_prob: GeneratorLogProb,
-    bounds: Bounds = (0.5, 5.0),
+    bounds: WeightBounds = (0.5, 5.0),
     level: WeightLevel = "token",
     sequences: Sequences | None = None,
 ) -> RolloutWeight:
@@ -94,7 +94,7 @@ def sequence_masked_importance_weight(
     *,
     generator_log_prob: GeneratorLogProb,
     sequences: Sequences,
-    bounds: Bounds = (0.999, 1.002),
+    bounds: WeightBounds = (0.999, 1.002),
 ) -> RolloutWeight:
     """Return w of each token, but 0 for all tokens of a sequence whose geometric mean of w is
     outside of ``bounds``.

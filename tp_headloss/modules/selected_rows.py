@@ -28,7 +28,10 @@ def _expect_distinct(ids: torch.Tensor, vocab_size: int):
     if outside := [i for i in wrong.tolist() if not 0 <= i < vocab_size]:
         raise ValueError(f"ids must be in [0, {vocab_size}), got {outside[:8]}")
     again = list(dict.fromkeys(wrong.tolist()))
-    raise ValueError(f"ids must be distinct, got {again[:8]} more than once: torch.unique(ids)")
+    raise ValueError(
+        f"ids must be distinct, got {again[:8]} more than once: torch.unique(ids), or of a draft's "
+        "d2t, which are offsets, d2t + torch.arange(len(d2t))"
+    )
 
 
 @torch.no_grad()
@@ -51,7 +54,8 @@ def select_rows(
     Args:
         weight: [width, ..] this rank's rows, or a DTensor; a bias [width] is such a matrix, too.
         ids: in [0, V), distinct, replicated: id i of the subset is ids[i]. A softmax over the
-            subset would count an id that is there twice twice.
+            subset would count an id that is there twice twice. A draft's "d2t" are offsets: the ids
+            are ``d2t + torch.arange(len(d2t))``.
         shard: of the weight. None: not sharded, or the DTensor's layout.
         to: of the subset, of V_d ids; by default ``VocabShard.from_group(shard.group, len(ids))``.
             Its group may be another one, such as the student's, whose ranks are all in a group of

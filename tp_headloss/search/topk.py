@@ -101,12 +101,13 @@ def topk_log_probs(
     logits, or nothing above -inf, has NaN log-probs.
 
     Every rank of the group calls it, with arguments that are equal where they are not sharded, else
-    results are undefined: ``Options(validate="full")`` finds it.
+    results are undefined: ``Options(validate="full")`` finds it, and "checksums" hidden states as
+    well.
 
     Args:
         logits: fp32, bf16 or fp16 (float64 with the torch backend), any leading shape and strides,
             never written; hidden states [.., H] with a ``weight``; or a `TeacherHead`, which has
-            both.
+            both, at its temperature: a `TopKTeacher` of the result is not given it again.
         k: entries per token, in [1, vocab_size].
         weight: [width, H] of this rank; logits are made (as by torch.nn.functional.linear) by
             blocks of tokens. Where neither it nor a shard is given, nothing tells hidden states

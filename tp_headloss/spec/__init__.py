@@ -87,7 +87,10 @@ NotNegativeFp32: TypeAlias = Annotated[
 IN_FP32 = NumberLine(in_fp32=True)
 Pair: TypeAlias = Annotated[tuple[float, float], TupleOf(IN_FP32, 2)]
 PositivePair: TypeAlias = Annotated[tuple[float, float], TupleOf(POSITIVE, 2)]
-# of an importance weight, in the range of which 1 is
+# of an importance weight
+WeightBounds: TypeAlias = Annotated[
+    tuple[float, float], TupleOf(IN_FP32, 2, ordered=True, around=1.0)
+]
 Bounds: TypeAlias = Annotated[tuple[float, float], TupleOf(IN_FP32, 2, ordered=True)]
 Count: TypeAlias = Annotated[int, IntLine(0)]
 GREEDY = ": for 0, which is greedy, SamplingRule(top_k=1) or argmax"

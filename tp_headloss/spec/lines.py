@@ -50,17 +50,19 @@ class TupleOf:
     Args:
         count: how many; None: any number.
         ordered: the first number is the lowest.
+        around: a number that must not be outside of ordered ones.
     """
 
     line: Any
     count: int | None = None
     ordered: bool = False
+    around: float | None = None
 
     @property
     def says(self) -> str:
         """Words for a table."""
         if self.ordered:
-            return "(lowest, highest)"
+            return "(lowest, highest)" + ("" if self.around is None else f" around {self.around:g}")
         if self.count is None:
             return f"a tuple or list, each {self.line.says}"
         each = "" if self.line.says == "a number" else f", each {self.line.says}"
@@ -78,6 +80,10 @@ class TupleOf:
             self.line.check(f"each of {name}", part, sizes)
         if self.ordered and not value[0] <= value[1]:
             raise ValueError(f"{name} must be (lowest, highest), got {value}")
+        if self.around is not None and not value[0] <= self.around <= value[1]:
+            raise ValueError(
+                f"{name} must be around {self.around:g}, which equal log-probs have, got {value}"
+            )
 
     def _hint_of_one(self, value) -> str:
         """Return what to write in the place of one number."""
