@@ -310,6 +310,24 @@ def test_nemo_refuses_by_name(options, names):
 
 
 @pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"sampling_mask": torch.zeros(B, S, 1)},
+            "with token_ids and sizes, or a mapping, got Tensor",
+        ),
+        ({"sampling_params": {"top_k": torch.full((B, S), 5)}}, "top_k must be one number"),
+        ({"sampling_params": {"top_k": [5, 5]}}, r"top_k must be one number .* got \[5, 5\]"),
+        ({"sampling_params": {"top_p": "0.9"}}, "top_p must be one number .* got '0.9'"),
+    ],
+)
+def test_nemo_refuses_masks_and_parameters_of_other_types(options, said):
+    logits, ids = data()
+    with pytest.raises(TypeError, match=said):
+        nemo_rl.get_next_token_logprobs_from_logits(ids, logits, **options)
+
+
+@pytest.mark.parametrize(
     "params", [(None, 0.9), "top_k=20", SimpleNamespace(top_k=20), 0.9, {"top_k"}]
 )
 def test_nemo_refuses_sampling_params_of_unknown_kinds(params):

@@ -11,6 +11,8 @@ from ..arguments.sampling_rule import SamplingRule
 from ..call.statistics import vocab_statistics
 from ..ranks.shard import VocabShard
 from ..search.sampling import kept_ids
+from ..spec.checks import is_number
+from ..spec.words import shown
 from .rl_tokens import RankedTokens
 from .sampling_masks import from_nemo_rl
 
@@ -34,6 +36,11 @@ def kept_by(params, sampling_mask) -> SamplingRule | IdSets | None:
             "sampling_params: replay_sampling_mask=True needs a sampling_mask, got none"
         )
     top_k, top_p = fields.get("top_k"), fields.get("top_p")
+    for name, value in (("top_k", top_k), ("top_p", top_p)):
+        if value is not None and not is_number(value):
+            raise TypeError(
+                f"sampling_params: {name} must be one number for all tokens, got {shown(value)}"
+            )
     top_k = top_k if top_k is not None and top_k > 0 else None
     top_p = top_p if top_p is not None and top_p != 1.0 else None
     return None if top_k is None and top_p is None else SamplingRule(top_k=top_k, top_p=top_p)

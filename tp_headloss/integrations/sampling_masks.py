@@ -108,8 +108,13 @@ def from_nemo_rl(mask) -> IdSets:
     """
     if isinstance(mask, Mapping):
         ids, sizes = (mask[f"sampling_mask_{name}"] for name in ("token_ids", "sizes"))
-    else:
+    elif hasattr(mask, "token_ids") and hasattr(mask, "sizes"):
         ids, sizes = mask.token_ids, mask.sizes
+    else:
+        raise TypeError(
+            "sampling_mask must be NeMo-RL's SamplingMask, with token_ids and sizes, or a mapping, got "
+            f"{type(mask).__name__}"
+        )
     TENSOR.check("token_ids of a sampling mask", ids, {})
     IDS.check("sizes of a sampling mask", sizes := _int_tensor(sizes), {})
     if sizes.shape != ids.shape[:-1]:
