@@ -12,7 +12,8 @@ from torch.distributed.checkpoint import state_dict as states
 import tp_headloss as hl
 from model import Transformer
 
-tp, steps, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+given = sys.argv[1:] if len(sys.argv) == 4 else sys.exit(__doc__)
+tp, steps, folder = int(given[0]), int(given[1]), Path(given[2])
 device = "cuda" if torch.cuda.is_available() else "cpu"
 dist.init_process_group()
 dp = dist.get_world_size() // tp
@@ -59,7 +60,7 @@ for step in range(first + 1, steps + 1):
     norm = hl.clip_grad_norm_(model.parameters(), max_norm=1.0)
     optimizer.step()
     optimizer.zero_grad()
-    if step % 20 == 0:
+    if step % 20 == 0 or step == steps:
         with torch.no_grad():
             unseen = [forward(*part) for part in batches(10**6, pieces=1)]
         seen, unseen = (hl.mean_metrics(x, group) for x in (outputs, unseen))

@@ -226,6 +226,39 @@ def test_ranks_of_different_transports_raise_at_the_timeout():
         assert_raises_in_time(ranks, [0, 1], since, at_least=TIMEOUT - 1)
 
 
+# what rank `who` has of its own, where all others have the default
+OPTIONS = {"check": Options(check=True), "validate": Options(validate="full"),
+           "transport": Options(transport="sum")}  # fmt: skip
+
+
+def of_whole_chunks(group, device, change=""):
+    """log_prob at shards of whole chunks, which send as many packets; `change`: as in `forward`."""
+    labels = torch.arange(N, device=device)
+    shard = VocabShard.from_group(group, 2 * V, 4 * V if change == "padded_size" else None)
+    if change == "constructor":
+        shard = VocabShard(shard.start, shard.stop, 2 * V, group)
+    x = torch.zeros(N, shard.width, device=device)
+    options = OPTIONS.get(change)
+    return vocab_statistics(x, labels, shard=shard, options=options).log_prob.tolist()
+
+
+@pytest.mark.parametrize("change", [*OPTIONS, "padded_size", "constructor"])
+@pytest.mark.parametrize("who", [0, 1])
+def test_options_or_shards_of_one_ranks_own_end_a_rank_in_time(who, change):
+    """gloo aborts a rank, or lets one wait until the timeout; another may have numbers, or NaN."""
+    with Ranks(2) as ranks:
+        alike = ranks.everywhere(of_whole_chunks)
+        assert [outcome.kind for outcome in alike] == ["returned"] * 2, alike
+        since = time.monotonic()
+        outcomes = ranks.everywhere(of_whole_chunks, **{f"rank{who}": (change,)})
+        assert max(outcome.ended for outcome in outcomes) - since < TIMEOUT + GRACE, outcomes
+        ended = [outcome for outcome in outcomes if outcome.failed]
+        assert ended, outcomes
+        for outcome in ended:
+            aborted = outcome.kind == "died" and outcome.what == -signal.SIGABRT
+            assert aborted or re.search(CLEAR, str(outcome.what)), outcomes
+
+
 @pytest.mark.parametrize("change", ["labels", "ignored", "bounds"])
 def test_ranks_that_disagree_on_who_owns_a_label_see_nan(change):
     with Ranks(2) as ranks:

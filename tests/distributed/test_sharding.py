@@ -334,43 +334,89 @@ def test_ranks_whose_logits_lie_differently_in_memory_have_the_same_tokens():
     torch.testing.assert_close(torch.cat([grad for _, grad in results], -1), x.grad)
 
 
-def destroyed_run(group, device):
-    """A shard whose group is gone, while another group has its name."""
+def later_calls(group, device):
+    """Calls that find a shard's group, each after something was made with it: name -> call."""
+    shard = hl.VocabShard.from_group(group, 64)
+    x, labels = torch.zeros(2, shard.width, device=device), torch.tensor([1, 2], device=device)
+    hidden = torch.zeros(2, 3, device=device, requires_grad=True)
+    weight = torch.zeros(shard.width, 3, device=device)
+    embedding = hl.VocabParallelEmbedding(4, shard, device=device)
+    scattered = hl.VocabParallelEmbedding(4, shard, device=device, sequence_parallel=True)
+    # one sweep reduces in its forward
+    loss, recompute = hl.HeadLoss(), hl.Linear("recompute")
+    head = hl.VocabParallelHead(3, shard, device=device, linear=recompute)
+    out = loss.linear(hidden, weight, labels, shard=shard, linear=recompute)
+    head_out = head(hidden, labels)
+    head_logits, rows = head(hidden), scattered(labels)
+    statistics = head.statistics(hidden, labels)
+    head.weight.grad = torch.zeros_like(head.weight)
+    marked = torch.nn.Parameter(torch.zeros(2, device=device))
+    marked.grad, marked.tensor_model_parallel = torch.zeros_like(marked), True
+    mask = torch.ones(2, 2, dtype=torch.bool, device=device)
+    by_name = torch.ops.tp_headloss.gather_tokens.default
+    number, name = shard.world_size, shard.group_name
+    mesh = init_device_mesh(device.type, (number,))
+    transport = hl.Options(transport="sum")
+    return {
+        "statistics": lambda: hl.vocab_statistics(x, labels, shard=shard, options=transport),
+        "loss": lambda: loss(x, labels, shard=shard),
+        "linear": lambda: loss.linear(hidden, weight, labels, shard=shard),
+        "topk": lambda: hl.topk_log_probs(x, 2, shard=shard),
+        "embedding": lambda: embedding(labels),
+        "head": lambda: head(hidden, labels),
+        "logits of a head": lambda: head(hidden),
+        "backward of a linear loss": out.loss.backward,
+        "backward of a head": head_out.loss.backward,
+        "backward of a head's logits": head_logits.sum().backward,
+        "backward of a head's statistics": statistics.log_prob.sum().backward,
+        "backward of an embedding": rows.sum().backward,
+        "clip": lambda: hl.clip_grad_norm_(head.parameters(), 1.0),
+        "clip, group": lambda: hl.clip_grad_norm_([marked], 1.0, tensor_parallel_group=group),
+        "state_dict": head.state_dict,
+        "to_dtensor": lambda: head.to_dtensor(mesh),
+        "mean_metrics": lambda: hl.mean_metrics(out, group),
+        "sequences": lambda: hl.Sequences.from_mask(mask, group=group),
+        "another shard": lambda: hl.VocabShard.from_group(group, 64),
+        "a program's operator": lambda: by_name(x, number + 1, name),
+    }
+
+
+def destroyed_run(group, device, replaced):
+    """Messages of calls whose group is gone, and another has its name if `replaced`."""
     ranks = list(range(dist.get_world_size(group)))
     own = dist.new_group(ranks)
-    shard = hl.VocabShard.from_group(own, 64)
-    x, labels = torch.zeros(2, shard.width, device=device), torch.tensor([1, 2], device=device)
-    hidden, weight = torch.zeros(2, 3, device=device), torch.zeros(shard.width, 3, device=device)
-    names, name = dist.distributed_c10d._world.pg_names, own.group_name
+    name, calls = own.group_name, later_calls(own, device)
     dist.barrier(group)  # a rank that is still joining would lose its peer
     dist.destroy_process_group(own)
-    other = dist.new_group(ranks)
-    torch._C._distributed_c10d._unregister_process_group(other.group_name)
-    names[other] = name  # what a world that is made anew does with its counter of names
-    torch._C._distributed_c10d._register_process_group(name, other)
-    messages = []
-    for call in (
-        lambda: hl.vocab_statistics(x, labels, shard=shard, options=hl.Options(transport="sum")),
-        lambda: hl.HeadLoss()(x, labels, shard=shard),
-        lambda: hl.HeadLoss().linear(hidden, weight, labels, shard=shard),
-        lambda: hl.topk_log_probs(x, 2, shard=shard),
-        lambda: hl.VocabParallelEmbedding(4, shard)(labels),
-    ):
+    if replaced:
+        names, other = dist.distributed_c10d._world.pg_names, dist.new_group(ranks)
+        torch._C._distributed_c10d._unregister_process_group(other.group_name)
+        names[other] = name  # what a world that is made anew does with its counter of names
+        torch._C._distributed_c10d._register_process_group(name, other)
+    messages = {}
+    for call_name, call in calls.items():
         try:
             call()
-        except ValueError as error:
-            messages.append(str(error))
-    torch._C._distributed_c10d._unregister_process_group(name)
-    names[other] = other_name = "released"
-    torch._C._distributed_c10d._register_process_group(other_name, other)
-    dist.barrier(group)
-    dist.destroy_process_group(other)
+            messages[call_name] = "returned"
+        except Exception as error:
+            messages[call_name] = f"{type(error).__name__}: {error}"
+    if replaced:
+        torch._C._distributed_c10d._unregister_process_group(name)
+        names[other] = other_name = "released"
+        torch._C._distributed_c10d._register_process_group(other_name, other)
+        dist.barrier(group)
+        dist.destroy_process_group(other)
     return messages
 
 
-def test_a_shard_of_a_destroyed_group_is_refused_even_if_its_name_lives_on():
-    for messages in on_ranks(2, destroyed_run):
-        assert len(messages) == 5 and all("was destroyed" in message for message in messages)
+@pytest.mark.parametrize("replaced", [True, False])
+def test_a_destroyed_group_is_refused_by_whatever_finds_it_later_even_if_its_name_lives_on(
+    replaced,
+):
+    for messages in on_ranks(2, destroyed_run, replaced):
+        for call, message in messages.items():
+            assert message.startswith("ValueError") and "was destroyed" in message, (call, message)
+            assert "exist" in message, (call, message)  # what to pass in its place
 
 
 def leaking_run(group, device):

@@ -1,7 +1,9 @@
 """Names of verl, TRL, torch and others: a synonym is taken, and for every other name the error says
 what to write."""
 
+import inspect
 import re
+import typing
 from pathlib import Path
 from unittest import mock
 
@@ -28,6 +30,7 @@ from tp_headloss import (
     Term,
     TopKDistillation,
     Transform,
+    VocabShard,
     ZLoss,
     kept_ids,
     linear_vocab_statistics,
@@ -39,8 +42,9 @@ from tp_headloss import (
     topk_log_probs,
     vocab_statistics,
 )
-from tp_headloss.spec import OneOf, lines_within
+from tp_headloss.spec import Instance, OneOf, lines_within
 from tp_headloss.spec.aliases import ALIASES, INSTALLATIONS, KEYWORDS, WRITTEN, rows, synonym
+from tp_headloss.spec.lines import AnyOf
 
 PAGE = Path(__file__).parents[2] / "docs" / "names.md"
 PUBLIC = [getattr(module, name) for module in (tp_headloss, losses) for name in module.__all__] + [
@@ -132,6 +136,45 @@ def test_synonyms_are_our_names_wherever_they_are_written():
     torch.testing.assert_close(
         losses.kl_estimate(x, estimator="low_var_kl", **given), losses.kl_estimate(x, **given)
     )
+
+
+def test_a_class_of_another_copy_of_the_package_is_named_with_its_module():
+    """Of every argument that is an object of a class of ours, of terms and of the shard."""
+    found = {}
+    for function in PUBLIC:
+        for name, line in lines_within(function).items():
+            parts = line.lines if isinstance(line, AnyOf) else (line,)
+            for part in parts:
+                if isinstance(part, Instance) and part.kind.__module__.startswith("tp_headloss"):
+                    found[part.kind] = lambda x, name=name, part=part: part.check(name, x, {})
+    assert {VocabShard, Options, Linear, Transform} <= {*found}
+    checks = [*found.items(), (Term, lambda x: HeadLoss([x]))]
+    checks += [(VocabShard, lambda x: vocab_statistics(LOGITS, LABELS, shard=x))]
+    for kind, check in checks:
+        other = type(kind.__name__, (), {"__module__": "copy_of_it.part"})()
+        said = f"of copy_of_it.part in the place of that of {kind.__module__}: two copies"
+        with pytest.raises(TypeError, match=re.escape(said)):
+            check(other)
+
+
+def test_a_type_checker_takes_the_synonyms_that_a_call_takes():
+    """A choice that is written as a Literal has them all; others grow, and are any text."""
+    found = []
+    for function in PUBLIC:
+        is_class = isinstance(function, type)
+        plain = inspect.unwrap(function.__init__ if is_class else function)
+        hints = typing.get_type_hints(plain) if hasattr(plain, "__annotations__") else {}
+        for name, line in lines_within(function).items():
+            literals = set(typing.get_args(hints.get(name)))
+            if not isinstance(line, OneOf) or not literals >= set(line.names):
+                continue
+            if name == "transport":  # whose "sum" is no reduction
+                continue
+            taken = {x.name for x in ALIASES if x.of == "value" and not x.write}
+            taken = {x for x in taken if x not in line.names and synonym(x, line.names) != x}
+            assert literals == {*line.names, *taken}, (function, name)
+            found += taken
+    assert {"token-mean", "low_var_kl", "gpg", "rkl", "nla"} <= {*found}
 
 
 def my_loss(stats):

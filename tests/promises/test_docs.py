@@ -402,6 +402,10 @@ FAILURES = {  # first words of a line of "When ranks fail or disagree" -> tests 
         "test_faults",
         "test_packets_of_other_sizes_end_a_rank_and_the_next_call_of_the_other",
     ),
+    "has a `check`": (
+        "test_faults",
+        "test_options_or_shards_of_one_ranks_own_end_a_rank_in_time",
+    ),
     "has a temperature": (
         "test_faults",
         "test_a_temperature_of_ones_own_is_silent_and_gives_numbers_of_no_single_call",
@@ -417,6 +421,7 @@ SAYS = {  # and what the line must say for the test to be about it
     "has labels, ignored tokens": "NaN for that token",
     "has a label that": "the owner's label counts",
     "has another number": "gloo aborts a rank and gives others undefined numbers, or times out",
+    "has a `check`": "gloo aborts a rank, or one waits until the timeout",
     "has a temperature": "nothing: numbers that belong to no single call",
     "any of these but": "the same message",
 }

@@ -3,6 +3,7 @@ site reads."""
 
 import configparser
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+
+import tp_headloss
 
 ROOT = Path(__file__).parents[2]
 LEFT_OUT = ".*", "__pycache__", "*.egg-info", "build", "dist", "runs"
@@ -105,6 +108,14 @@ def test_the_extra_all_holds_every_host():
     )
 
 
+def test_a_change_is_listed_once():
+    text = (ROOT / "CHANGELOG.md").read_text()
+    entries = re.findall(r"^\* .*(?:\n  .*)*", text, re.M)
+    found = [entry for entry in entries if len(entry) > 40]
+    twice = [entry for entry in found if found.count(entry) > 1]
+    assert len(found) > 100 and not twice, twice
+
+
 def test_what_the_hosting_site_reads_is_well_formed():
     workflow = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())
     commands = [step.get("run", "") for job in workflow["jobs"].values() for step in job["steps"]]
@@ -114,6 +125,8 @@ def test_what_the_hosting_site_reads_is_well_formed():
     assert "bash scripts/test.sh" in commands
     template = yaml.safe_load((ROOT / ".github/ISSUE_TEMPLATE/bug.yml").read_text())
     assert any("python -m tp_headloss" in part["attributes"]["label"] for part in template["body"])
+    cited = f"version {tp_headloss.__version__}, "
+    assert cited in (ROOT / "README.md").read_text()
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert (
         citation["authors"] == [{"name": "tp_headloss contributors"}]

@@ -60,7 +60,8 @@ class Options:
     Args:
         backend: "triton", "torch" or None (triton on CUDA, torch elsewhere).
         transport: "gather" (an all-gather), "symm_mem" (symmetric memory), "sum" (all-reduces; no
-            "argmax") or "auto".
+            "argmax") or "auto". The same on all ranks of the group, as ``check`` and ``validate``
+            are: one rank's own ends a rank, or lets it wait.
         inplace: the backward writes the gradient over the logits (eager only). Whoever reads the
             logits after it finds the gradient there; logits that are a leaf share its memory with
             their ``.grad``. The logits of a `Teacher` must be exactly these or share no memory with
@@ -97,7 +98,8 @@ class Options:
             over one rank's columns. Or that names token, column, rank and count of a NaN (or an
             infinity that makes one) in logits, hidden states, weight, bias, teacher, inputs or
             token weights, or the token of a temperature that is not positive or of logits that are
-            all -inf. It is raised on every rank, after a host synchronisation.
+            all -inf. It is raised on every rank, after a host synchronisation, if all ranks of the
+            group have the same ``check``.
             Calls without labels check the rest. `sample`, `kept_ids` and `topk_log_probs` take one
             more pass over the logits for it, and look at the values of a `SamplingRule`'s tensors.
         validate: "metadata" looks at what this rank can see, "full" has the ranks of the group
@@ -106,6 +108,7 @@ class Options:
             states, too. With ``check``, calls without a shard compare over all ranks of the job:
             equal labels with other logits are a forgotten shard. That waits at most 60 s for ranks
             that make no such call (other pipeline stages, say), once, and then compares no more.
+            The same on all ranks of the group.
 
     Examples:
         >>> try:

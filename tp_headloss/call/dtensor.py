@@ -16,6 +16,7 @@ from ..arguments.id_sets import replaced
 from ..ranks.shard import VocabShard
 from ..spec import BIAS, HIDDEN, TENSOR, WEIGHT, Sizes
 from ..spec.checks import expect_dense, refuse_transforms
+from ..spec.words import two_copies
 from ..statistics import MaybeNone
 from .placements import (
     expect_placements,
@@ -41,11 +42,10 @@ def resolve_shard(logits: torch.Tensor, shard: VocabShard | None) -> VocabShard:
         return _whole_vocabulary(logits.shape[-1])
     if not isinstance(shard, VocabShard):
         raise TypeError(
-            f"shard must be a VocabShard or None, got {type(shard).__name__}: see "
-            "VocabShard.from_group"
+            f"shard must be a VocabShard or None, got {type(shard).__name__}"
+            f"{two_copies(shard, VocabShard) or ': see VocabShard.from_group'}"
         )
-    if not torch.compiler.is_compiling():
-        shard.expect_live_group()
+    shard.expect_live_group()
     return shard
 
 

@@ -241,15 +241,16 @@ class ToShards(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, how, world_size, group_name, grad_anchor=None):
-        ctx.reduction = how, world_size, group_name
+    def forward(ctx, x, how, shard, grad_anchor=None):
+        ctx.reduction = how, shard
+        shard.expect_live_group()
         if how == "reduce_scatter":
-            return operators.OPS.gather_tokens(x, world_size, group_name)
+            return operators.OPS.gather_tokens(x, shard.world_size, shard.group_name)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad):
-        return FromShards.apply(grad, *ctx.reduction), None, None, None, None
+        return FromShards.apply(grad, *ctx.reduction), None, None, None
 
 
 class FromShards(torch.autograd.Function):
@@ -257,13 +258,14 @@ class FromShards(torch.autograd.Function):
     [S, ..]."""
 
     @staticmethod
-    def forward(ctx, x, how, world_size, group_name, grad_anchor=None):
-        ctx.reduction = how, world_size, group_name
-        return operators.OPS.reduce_tokens(x, *ctx.reduction)
+    def forward(ctx, x, how, shard, grad_anchor=None):
+        ctx.reduction = how, shard
+        shard.expect_live_group()
+        return operators.OPS.reduce_tokens(x, how, shard.world_size, shard.group_name)
 
     @staticmethod
     def backward(ctx, grad):
-        return ToShards.apply(grad, *ctx.reduction), None, None, None, None
+        return ToShards.apply(grad, *ctx.reduction), None, None, None
 
 
 def grad_anchor(x: torch.Tensor, how: str, world_size: int) -> torch.Tensor | None:

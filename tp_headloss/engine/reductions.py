@@ -8,17 +8,23 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from ..statistics import documented_fields
 
+
+@documented_fields
 class StatisticValue(NamedTuple):
     """Per-token function [-] statistic [squared], which the reduction evaluates without a kernel of
     its own.
-
-    ``Term("z_loss", StatisticValue("lse", square=True))`` is lse^2.
 
     Attributes:
         statistic: a field of `VocabStatistics`.
         square: True squares it.
         negative: True negates it, after the square.
+
+    Examples:
+        >>> term = Term("z_loss", StatisticValue("lse", square=True))
+        >>> HeadLoss(term)(torch.zeros(2, 4), torch.tensor([0, 1])).loss  # (log 4)^2
+        tensor(1.9218)
     """
 
     statistic: str

@@ -1,7 +1,7 @@
 """Losses on vocabulary statistics: `HeadLoss`, the terms and metrics that it is made of, and its
 output."""
 
-from ..engine.reductions import StatisticValue as StatisticValue
+from ..engine.reductions import StatisticValue
 from .causal_lm_loss import CausalLMLoss
 from .distillation_terms import Distillation, LKLoss, TopKDistillation
 from .loss import HeadLoss
@@ -41,6 +41,7 @@ __all__ = [
     "Metric",
     "PolicyGradient",
     "PolicyMetrics",
+    "StatisticValue",
     "Term",
     "TopKAccuracy",
     "TopKDistillation",

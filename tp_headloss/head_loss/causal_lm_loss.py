@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ..spec import TENSOR, UNSHIFTED, checked
+from ..spec import TENSOR, UNSHIFTED, called_as, checked
 from .checks import expect_labels
 from .loss import HeadLoss
 from .output import HeadLossOutput
@@ -64,7 +64,9 @@ class CausalLMLoss(nn.Module):
         return self.head_loss(logits, labels, token_weight=token_weight, **kwargs)
 
     if TYPE_CHECKING:
-        __call__ = forward
+
+        @called_as(forward)
+        def __call__(self): ...
 
 
 def _next(x: torch.Tensor, last) -> torch.Tensor:

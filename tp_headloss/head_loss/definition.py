@@ -16,6 +16,7 @@ from ..losses import policy_metrics
 from ..spec import EACH_TOKEN, LOG_PROBS, PER_TOKEN, Line, lines_within
 from ..spec.aliases import hint
 from ..spec.checks import is_number
+from ..spec.words import two_copies
 from ..statistics import AT_IDS, FULL_TEACHER, OVER_SETS, TOPK_TEACHER, MaybeNone, known_statistics
 from .evaluation import StatisticsFunction, names_read
 from .terms import METRICS, CrossEntropy, Metric, Term, is_weighted_by_label
@@ -330,6 +331,7 @@ def _expect_all(name: str, given, kinds) -> tuple:
                 )
             elif isinstance(part, (set, frozenset)):
                 said = ": write a list, whose order is the same on all ranks"
+            said = said or two_copies(part, Term if kinds is Term else Metric)
             raise TypeError(f"{name} must be {expected}, got {_readable(part)}{said}")
     return given
 

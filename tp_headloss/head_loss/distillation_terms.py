@@ -20,7 +20,7 @@ Divergence: TypeAlias = Literal[
 @checked
 def Distillation(
     weight: PenaltyWeight = 1.0,
-    divergence: Divergence = "forward_kl",
+    divergence: Literal[Divergence, "kl_div", "rkl", "tv"] = "forward_kl",
     *,
     temperature_squared: bool = False,
     name: str | None = None,
@@ -67,7 +67,7 @@ def Distillation(
 @checked
 def LKLoss(
     weight: PenaltyWeight = 1.0,
-    form: Literal["lambda", "alpha"] = "lambda",
+    form: Literal["lambda", "alpha", "lk_hybrid", "nla"] = "lambda",
     *,
     eta: NotNegative | None = None,
 ) -> Term:
@@ -103,7 +103,7 @@ def LKLoss(
 @checked
 def TopKDistillation(
     weight: PenaltyWeight = 1.0,
-    divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl",
+    divergence: Literal["forward_kl", "reverse_kl", "jsd", "kl_div", "rkl"] = "forward_kl",
     support: Support = "topk",
     *,
     outside_log_prob: Annotated[float, NumberLine(-math.inf, 0, "a log-prob, at most 0")]

@@ -34,6 +34,7 @@ from ..spec import (
     Rows,
     Scalar,
     TokenWeight,
+    called_as,
     checked,
     described,
 )
@@ -116,7 +117,7 @@ class HeadLoss(nn.Module):
         terms: Terms | None = None,
         *,
         metrics: Metrics = (),
-        reduction: Literal[Reduction, SequenceReduction] = "mean",
+        reduction: Literal[Reduction, SequenceReduction, "token-mean", "token-sum"] = "mean",
         ignore_index: int = -100,
         options: Options | None = None,
         compile: bool = False,
@@ -208,7 +209,9 @@ class HeadLoss(nn.Module):
         return make_output(call, stats, self._evaluate_functions, case.loss.fused, loss, sums)
 
     if TYPE_CHECKING:
-        __call__ = forward  # so that calls are typed; nn.Module's says Any
+
+        @called_as(forward)
+        def __call__(self): ...
 
     @described
     def explain(

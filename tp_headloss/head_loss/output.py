@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
-from typing import Annotated, NamedTuple, TypeAlias
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -85,6 +84,49 @@ class HeadLossOutput(NamedTuple):
         said = f"write out.means()[{key!r}]" if is_mean else "its loss is the tensor out.loss"
         raise AttributeError(f"a HeadLossOutput has no {name!r}: {said}")
 
+    # arithmetic of a tuple is something else, which type checkers and users would take this for
+    def __add__(self, other: Any) -> torch.Tensor:  # type: ignore[override]
+        return self.loss + other
+
+    def __sub__(self, other: Any) -> torch.Tensor:
+        return self.loss - other
+
+    def __mul__(self, other: Any) -> torch.Tensor:  # type: ignore[override]
+        return self.loss * other
+
+    def __truediv__(self, other: Any) -> torch.Tensor:
+        return self.loss / other
+
+    def __pow__(self, other: Any) -> torch.Tensor:
+        return self.loss**other
+
+    def __radd__(self, other: Any) -> torch.Tensor:
+        return other + self.loss
+
+    def __rsub__(self, other: Any) -> torch.Tensor:
+        return other - self.loss
+
+    def __rmul__(self, other: Any) -> torch.Tensor:  # type: ignore[override]
+        return other * self.loss
+
+    def __rtruediv__(self, other: Any) -> torch.Tensor:
+        return other / self.loss
+
+    def __rpow__(self, other: Any) -> torch.Tensor:
+        return other**self.loss
+
+    def __lt__(self, other: Any) -> torch.Tensor:  # type: ignore[override]
+        return self.loss < other
+
+    def __le__(self, other: Any) -> torch.Tensor:  # type: ignore[override]
+        return self.loss <= other
+
+    def __gt__(self, other: Any) -> torch.Tensor:  # type: ignore[override]
+        return self.loss > other
+
+    def __ge__(self, other: Any) -> torch.Tensor:  # type: ignore[override]
+        return self.loss >= other
+
     def __neg__(self) -> torch.Tensor:
         return -self.loss
 
@@ -100,14 +142,6 @@ class HeadLossOutput(NamedTuple):
         terms, metrics = (", ".join(names) for names in (self.terms, self.metrics))
         stats = None if self.stats is None else list(self.stats.lse.shape)
         return f"HeadLossOutput(loss={loss}, count={count}, terms=[{terms}], metrics=[{metrics}], stats={stats})"
-
-
-_ARITHMETIC = "add", "sub", "mul", "truediv", "pow"
-for _name in (*_ARITHMETIC, "lt", "le", "gt", "ge"):  # a tuple's are others
-    _of = getattr(operator, _name)
-    setattr(HeadLossOutput, f"__{_name}__", lambda self, other, of=_of: of(self.loss, other))
-    if _name in _ARITHMETIC:
-        setattr(HeadLossOutput, f"__r{_name}__", lambda self, other, of=_of: of(other, self.loss))
 
 
 def _expect_scalar(loss: torch.Tensor):
@@ -170,7 +204,8 @@ def mean_metrics(outputs: HeadLossOutput | Outputs, group: Group = None) -> dict
 
     Raises:
         TypeError, ValueError: no outputs, outputs of other names, here or on another rank (see
-            `reduce_metrics`), or a group whose ranks share a vocabulary.
+            `reduce_metrics`), or a group whose ranks share a vocabulary, which is noticed as long as
+            a `VocabShard` of it exists.
 
     Examples:
         >>> out = HeadLoss(metrics=("accuracy", "entropy"))(torch.zeros(2, 4), torch.tensor([0, 3]))

@@ -31,7 +31,7 @@ Objective: TypeAlias = Literal[
     "clip-cov", "kl-cov", "positive-nll",
 ]  # fmt: skip
 # name -> function of the log-prob, and its inputs
-OBJECTIVES: dict[Objective, tuple[Callable[..., torch.Tensor], tuple[str, ...]]] = {
+OBJECTIVES: dict[str, tuple[Callable[..., torch.Tensor], tuple[str, ...]]] = {
     "reinforce": (losses.reinforce, ("advantages",)),
     "clip": (losses.ppo_clip, ("advantages", "old_log_prob")),
     "cispo": (losses.cispo, ("advantages", "old_log_prob")),
@@ -60,7 +60,7 @@ SAMPLERS: dict[Sampler, str] = {
 
 @checked
 def PolicyGradient(
-    objective: Objective = "clip",
+    objective: Literal[Objective, "gpg"] = "clip",
     weight: Weight = 1.0,
     *,
     rollout_weight: bool = False,
@@ -131,7 +131,7 @@ def PolicyGradient(
 @checked
 def KLToReference(
     weight: PenaltyWeight,
-    estimator: KLEstimator = "k3",
+    estimator: Literal[KLEstimator, "low_var_kl"] = "k3",
     *,
     importance_weight: Sampler | None = None,
     over: Over = "vocabulary",

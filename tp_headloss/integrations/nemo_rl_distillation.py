@@ -96,5 +96,5 @@ def _logits_at(logits, ids, shard) -> torch.Tensor:
         owned, own.to(torch.promote_types(own.dtype, torch.float32)).gather(-1, first), 0.0
     )
     # all but one rank have 0
-    whole = FromShards.apply(own, "all_reduce", shard.world_size, shard.group_name)
+    whole = FromShards.apply(own, "all_reduce", shard)
     return whole.masked_fill((ids < 0) | (ids >= shard.vocab_size), torch.nan)

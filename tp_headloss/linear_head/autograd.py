@@ -154,6 +154,8 @@ class LinearStatistics(torch.autograd.Function):
         grads = kernel_gradients(named, tensors.ids)
         if not grads:
             return (None,) * count
+        if request.shard is not None and linear.hidden_grad != "none":
+            request.shard.expect_live_group()
         bias = ctx.needs_input_grad[1 + _BIAS]
         wanted = [
             ctx.needs_input_grad[0] or linear.hidden_grad != "none",

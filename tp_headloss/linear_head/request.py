@@ -116,6 +116,7 @@ class LinearRequest(NamedTuple):
             grad_anchor = self.hidden.new_empty(0).requires_grad_()
         *teacher, dtype, cap = self.request.teacher_head
         without_tensors = TeacherOperands(operand_dtype=dtype, cap=cap)
+        shard = None if torch.compiler.is_compiling() else self.request.shard
         return LinearStatistics.apply(
             self.hidden,
             self.weight,
@@ -124,7 +125,7 @@ class LinearRequest(NamedTuple):
             main_grad,
             grad_anchor,
             self.request._replace(
-                tensors=None, order=None, shard=None, teacher_head=without_tensors
+                tensors=None, order=None, shard=shard, teacher_head=without_tensors
             ),
             self.facts,
         )

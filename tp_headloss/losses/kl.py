@@ -41,7 +41,7 @@ def kl_estimate(
     log_prob: LogProb,
     *,
     reference_log_prob: ReferenceLogProb,
-    estimator: KLEstimator = "k3",
+    estimator: Literal[KLEstimator, "low_var_kl"] = "k3",
     input_clamp: Positive | None = LOG_RATIO_CLAMP,
     output_clamp: Positive | None = OUTPUT_CLAMP,
     sampler_log_prob: GeneratorLogProb | None = None,

@@ -13,6 +13,7 @@ from ..call.subclasses import is_dtensor
 from ..ranks.comm import gather_from_ranks, group_size
 from ..ranks.shard import Group, resolve_process_group
 from ..spec import CheckedBy, NotNegative, Positive, checked
+from .marks import marked_group
 from .row_dtensors import is_over_group
 
 
@@ -52,8 +53,9 @@ def clip_grad_norm_(
 
     Raises:
         TypeError, ValueError: a sharded parameter whose group is not known, a group of parameters
-            that do not say whether they are sharded, a Partial gradient, or an iterator that yields
-            nothing, as one does that was read before (an empty list has the norm 0).
+            that do not say whether they are sharded, a group that was destroyed, a Partial
+            gradient, or an iterator that yields nothing, as one does that was read before (an empty
+            list has the norm 0).
 
     Examples:
         >>> weight = torch.nn.Parameter(torch.zeros(2))
@@ -150,7 +152,11 @@ def _norm_over_groups(norms: dict[tuple[str, ...], list[torch.Tensor]], norm_typ
 
 
 def _sharded_over(p: torch.Tensor, gradient: torch.Tensor | None, group) -> tuple[str, ...]:
-    """Return the names of the groups over which a parameter is sharded, one after the other."""
+    """Return the names of the groups over which a parameter is sharded, one after the other.
+
+    They are groups that exist: what was destroyed is a ValueError.
+    """
+    own_rows = marked_group(p)
     if is_dtensor(p):
         spec = p if gradient is None else gradient
         if not is_dtensor(spec) or any(placement.is_partial() for placement in spec.placements):
@@ -162,12 +168,12 @@ def _sharded_over(p: torch.Tensor, gradient: torch.Tensor | None, group) -> tupl
         placements = enumerate(spec.placements)
         dims = [dim for dim, placement in placements if not placement.is_replicate()]
         names: list[str] = [mesh.get_group(dim).group_name for dim in dims if mesh.size(dim) > 1]
-        own_rows = getattr(p, "sharded_over", "")  # which FSDP2 may have cut over other ranks
+        # FSDP2 may have cut these over other ranks
         if own_rows and not is_over_group(spec, own_rows):
             names.append(own_rows)
         return tuple(names)
-    if name := getattr(p, "sharded_over", ""):
-        return (name,)
+    if own_rows:
+        return (own_rows,)
     if not getattr(p, "tensor_model_parallel", False):
         return ()
     if group is None:

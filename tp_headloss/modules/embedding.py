@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from ..call.subclasses import is_dtensor
 from ..engine.autograd import FromShards, grad_anchor
 from ..ranks.comm import gather_from_ranks
 from ..ranks.shard import VocabShard
-from ..spec import IDS, CheckedBy, Ids, Size, checked, described
+from ..spec import IDS, CheckedBy, Ids, Size, called_as, checked, described
 from ..spec.checks import refuse_tokens
 from .vocab_rows import Init, VocabRows
 
@@ -83,7 +83,12 @@ class VocabParallelEmbedding(VocabRows):
         part = part.masked_fill(unknown.unsqueeze(-1), torch.nan)
         how = "reduce_scatter" if self.sequence_parallel else "all_reduce"
         anchor = grad_anchor(part, how, shard.world_size)
-        return FromShards.apply(part, how, shard.world_size, shard.group_name, anchor)
+        return FromShards.apply(part, how, shard, anchor)
+
+    if TYPE_CHECKING:
+
+        @called_as(forward)
+        def __call__(self): ...
 
     def _weight_for(self, ids: torch.Tensor) -> torch.Tensor:
         """Return this rank's plain rows for ids [..] that a call may have.
@@ -92,8 +97,8 @@ class VocabParallelEmbedding(VocabRows):
         """
         IDS.check("ids", ids, {})
         shard = self.shard
+        shard.expect_live_group()
         if not torch.compiler.is_compiling():
-            shard.expect_live_group()
             self.begin_eager_call()
         weight = self.weight.to_local() if is_dtensor(self.weight) else self.weight
         shard.expect_width("weight", weight.shape[0], "rows")

@@ -28,6 +28,7 @@ from ..spec import (
     Labels,
     Size,
     UnshiftedLabels,
+    called_as,
     checked,
     described,
     lines_within,
@@ -70,7 +71,8 @@ class VocabParallelHead(VocabRows):
     ``state_dict`` describes weight and bias as DTensors (``Shard(0)``), so that
     `torch.distributed.checkpoint` saves them at one group size and loads them at another; before an
     optimiser's state is saved so, call `to_dtensor`. `load_state_dict` also takes whole matrices,
-    and this rank's rows.
+    and this rank's rows. ``dict(head.named_parameters())`` is no state_dict: its plain tensors say
+    nothing of whose rows they are, and a checkpoint has rank 0's for all.
 
     Args:
         head_loss: by default cross-entropy.
@@ -169,7 +171,9 @@ class VocabParallelHead(VocabRows):
         )
 
     if TYPE_CHECKING:
-        __call__ = forward
+
+        @called_as(forward)
+        def __call__(self): ...
 
     @described
     def statistics(
@@ -231,7 +235,7 @@ class VocabParallelHead(VocabRows):
             weight = torch.where(valid[:, None], weight, 0.0)
             bias = None if bias is None else torch.where(valid, bias, 0.0)
         anchor = grad_anchor(hidden, how, shard.world_size)
-        hidden = ToShards.apply(hidden, how, shard.world_size, shard.group_name, anchor)
+        hidden = ToShards.apply(hidden, how, shard, anchor)
         return F.linear(hidden, weight, bias)
 
 

@@ -21,7 +21,7 @@ def expect_mesh_of(shard: VocabShard, mesh):
             f"mesh must have one dimension, that of the shard's group, got {names}: pass mesh['tp'] "
             "or what it is called"
         )
-    ranks, expected = mesh.mesh.flatten().tolist(), _ranks_of(shard)
+    ranks, expected = mesh.mesh.flatten().tolist(), ranks_of(shard)
     if len(ranks) != shard.world_size or (expected and expected != ranks):
         raise ValueError(
             f"mesh must have the ranks of the shard's group, {expected or 1}, got {ranks}"
@@ -29,8 +29,12 @@ def expect_mesh_of(shard: VocabShard, mesh):
         )
 
 
-def _ranks_of(shard: VocabShard) -> list[int]:
-    """Return the ranks of the shard's group, none if the vocabulary is not sharded."""
+def ranks_of(shard: VocabShard) -> list[int]:
+    """Return the ranks of the shard's group, none if the vocabulary is not sharded.
+
+    ValueError if the group was destroyed.
+    """
+    shard.expect_live_group()
     return [] if shard.group is None else dist.get_process_group_ranks(shard.group)
 
 
@@ -51,7 +55,7 @@ def expect_no_rows_of_other_ids(shard: VocabShard, x, name: str):
     """
     if not is_dtensor(x) or shard.world_size == 1 or _is_matrix(shard, x):
         return
-    if len({*_mesh_ranks(x)} & {*_ranks_of(shard)}) > 1:
+    if len({*_mesh_ranks(x)} & {*ranks_of(shard)}) > 1:
         raise ValueError(
             f"{name} {_why_no_matrix(shard, x)}; without data-parallel ranks leave the module out, "
             "fully_shard(.., ignored_params={*module.parameters()})"
@@ -71,7 +75,7 @@ def _is_matrix(shard: VocabShard, x) -> bool:
 
 def _why_no_matrix(shard: VocabShard, x) -> str:
     return (
-        f"must be sharded over the ranks {_ranks_of(shard)} of the shard's group, "
+        f"must be sharded over the ranks {ranks_of(shard)} of the shard's group, "
         f"{shard.padded_size or shard.vocab_size} rows in all, got a DTensor of {x.shape[0]} rows "
         f"over the ranks {_mesh_ranks(x)}: call to_dtensor(mesh['tp']) before "
         "fully_shard(.., mesh=mesh['dp'])"

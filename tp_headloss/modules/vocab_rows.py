@@ -17,12 +17,14 @@ from ..call.subclasses import is_dtensor
 from ..ranks.shard import VocabShard
 from ..spec import NotNegative, checked
 from . import saved_rows
+from .marks import mark
 from .replicas import expect_no_replicas
 from .row_dtensors import (
     as_dtensor,
     expect_mesh_of,
     expect_no_rows_of_other_ids,
     expect_sharded_over,
+    ranks_of,
 )
 
 # rows that one generator draws, whatever the shard: a seed means other weights if this changes
@@ -117,7 +119,7 @@ class VocabRows(nn.Module):
         for name in ("weight", "bias"):
             p = self._parameters.get(name)
             if p is not None and self.shard.world_size > 1:
-                p.sharded_over = self.shard.group_name  # type: ignore[attr-defined]
+                mark(p, self.shard)
 
     def begin_eager_call(self):
         """Mark the parameters, and raise ValueError if DDP took their rows for replicas."""
@@ -234,6 +236,7 @@ def _describe_rows(module, state, prefix, metadata):
     """
     if module.shard.world_size == 1:
         return
+    module.shard.expect_live_group()
     _expect_own_parameters(module, state, prefix)
     for name in ("weight", "bias"):
         x = state.get(prefix + name)
@@ -282,8 +285,7 @@ def _holds_rows(x, shard: VocabShard) -> bool:
     even = mesh.ndim == 1 and x.placements[0].is_shard(0) and x.shape[0] == shard.padded_size
     if not even:
         return False
-    ranks = dist.get_process_group_ranks(mesh.get_group())
-    return ranks == dist.get_process_group_ranks(shard.group)
+    return dist.get_process_group_ranks(mesh.get_group()) == ranks_of(shard)
 
 
 def _select_rows(module, state, prefix, metadata, strict, missing, unexpected, errors):

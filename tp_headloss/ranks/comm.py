@@ -29,7 +29,7 @@ from torch.distributed.distributed_c10d import _get_process_group_store as _stor
 
 from ..spec import Instance, TensorLine, TupleOf, checked
 from .compiler import constant_for_compile
-from .shard import Group, has_vocab_shard, resolve_process_group
+from .shard import Group, expect_live, has_vocab_shard, live_group
 
 METRICS = Instance(dict)
 Metrics: TypeAlias = Annotated[dict[str, torch.Tensor], METRICS, "Scalars by name"]
@@ -45,7 +45,8 @@ def gather_parts(x: torch.Tensor, world_size: int, group_name: str) -> torch.Ten
         return x
     gathered = x.new_empty(world_size * x.shape[0], *x.shape[1:])
     # flat, because gloo takes no other output shape
-    _all_gather(gathered.view(-1), x.contiguous().view(-1), group=resolve_process_group(group_name))
+    group = live_group(group_name, world_size)
+    _all_gather(gathered.view(-1), x.contiguous().view(-1), group=group)
     return gathered
 
 
@@ -67,7 +68,7 @@ def reduce_hidden(
     """
     if world_size == 1 or how == "none" or grad.numel() == 0:
         return lambda: grad
-    group = resolve_process_group(group_name)
+    group = live_group(group_name, world_size)
     if how == "all_reduce":
         total = grad
         work = dist.all_reduce(grad, group=group, async_op=True)
@@ -98,7 +99,7 @@ def reduce_in_place(
     """
     if world_size > 1 and x.numel() > 0:
         op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-        dist.all_reduce(x, op, group=resolve_process_group(group_name))
+        dist.all_reduce(x, op, group=live_group(group_name, world_size))
     return x
 
 
@@ -151,6 +152,7 @@ def gather_from_ranks(x: torch.Tensor, group) -> torch.Tensor:
 
     There is none for a group of None or of one rank.
     """
+    expect_live(group)
     size = group_size(group)
     if size == 1:
         return x.unsqueeze(0)

@@ -65,6 +65,37 @@ def is_live_group(group, name: str) -> bool:
         return False
 
 
+def _destroyed(whose: str, name: str) -> str:
+    return f"{whose} {name!r} was destroyed: make a VocabShard of a group that exists"
+
+
+def live_group(name: str, world_size: int) -> dist.ProcessGroup:
+    """Return the process group of a shard that is known by its name and size alone.
+
+    ValueError if it was destroyed, which a group of another size that has its name shows, too. One
+    of the same size does not: who still has the shard asks `VocabShard.expect_live_group` first.
+    """
+    try:
+        group = resolve_process_group(name)
+    except (LookupError, RuntimeError, ValueError) as error:
+        raise ValueError(_destroyed("the shard's process group", name)) from error
+    if group.size() != world_size:
+        was = f"the shard's process group, of {world_size} ranks, now of {group.size()},"
+        raise ValueError(_destroyed(was, name))
+    return group
+
+
+def expect_live(group, name: str = "group"):
+    """Raise ValueError if a process group was destroyed; None is one rank, and is there."""
+    if group is None or torch.compiler.is_compiling():
+        return
+    if not is_live_group(group, group.group_name):
+        raise ValueError(
+            f"{name} must be a process group that exists, got {group.group_name!r}, which was "
+            "destroyed: pass one of those that exist now"
+        )
+
+
 def canonical_chunk_size(vocab_size: int) -> int:
     """Return the columns per chunk of whole-chunk shards.
 
@@ -74,8 +105,9 @@ def canonical_chunk_size(vocab_size: int) -> int:
 
 
 def expect_group(group, name: str = "group"):
-    """Raise TypeError or ValueError unless it is None, or a process group with this rank."""
+    """Raise TypeError or ValueError unless it is None, or a live process group with this rank."""
     if group is None or isinstance(group, dist.ProcessGroup):
+        expect_live(group, name)
         return
     if type(group).__name__ == "DeviceMesh":
         raise TypeError(
@@ -132,6 +164,14 @@ class VocabShard:
     not know the other ranks' bounds, and results are deterministic but not bitwise equal across
     group sizes. `from_group`, `from_mesh` and `from_boundaries` know every bound: results are
     bitwise equal if `tp_invariant`.
+
+    All ranks make their shards in the same way: equal bounds of the constructor on one rank and of
+    `from_group` on another send other numbers of packets. An id in a gap of explicit bounds is left
+    out of every sum, and no label shows it where none has that id: ``Options(validate="full")``
+    finds it, ``check=True`` does not.
+
+    One thread at a time uses a group, on all ranks in one order; threads that have a group each are
+    right. A shard with a group cannot be pickled: each process makes its own.
 
     Args:
         vocab_size: V, the number of ids of the true vocabulary.
@@ -206,13 +246,14 @@ class VocabShard:
     def expect_live_group(self):
         """Raise ValueError if the process group was destroyed.
 
-        Another group may have its name by now.
+        Another group may have its name by now, so whatever finds the group by its name later than
+        the call that had the shard (a backward, a mark on a parameter) asks here first. Not while
+        torch.compile traces.
         """
-        if self.world_size > 1 and not is_live_group(self.group, self.group_name):
-            raise ValueError(
-                f"the shard's process group {self.group_name!r} was destroyed: make a VocabShard "
-                "of a group that exists"
-            )
+        if self.world_size == 1 or torch.compiler.is_compiling():
+            return
+        if not is_live_group(self.group, self.group_name):
+            raise ValueError(_destroyed("the shard's process group", self.group_name))
 
     def expect_width(self, name: str, size: int, each: str, other_size: int | None = None):
         """Raise ValueError, with a likely reason, unless there is a column, or row, for each id.
@@ -285,6 +326,8 @@ class VocabShard:
             vocab_size: V, the number of ids of the true vocabulary, such as len(tokenizer). The
                 padded size here would count padding as ids, silently.
             padded_size: rows of all shards together, padding included; default vocab_size.
+            group: after `init_process_group`. Before it ``torch.distributed.group.WORLD`` is None,
+                which is one rank that has the whole vocabulary, without a word.
 
         Examples:
             >>> VocabShard.from_group(None, 1000, padded_size=1024).valid_width

@@ -13,6 +13,7 @@ from typing import Annotated, Any, TypeAlias
 
 import torch
 
+from .checked import called_as as called_as
 from .checked import checked as checked
 from .checked import described as described
 from .checked import lines_of as lines_of

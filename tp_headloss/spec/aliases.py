@@ -318,6 +318,9 @@ WRITTEN = (
         "causal_lm_loss",
         "model.loss_function = causal_lm_loss(model, ..), what it returns",
     ),
+    Alias("logits", "ours, 0.2.0", "Linear", "exact_logits=True for 'float32', else nothing"),
+    Alias("engine", "ours, 0.2.0", "Linear", "exact_logits=True for 'epilogue', else nothing"),
+    Alias("over", "ours, 0.2.0", "TopKDistillation", "support="),
     Alias("reference_free", "TRL", "dpo", "reference_chosen and reference_rejected of 0"),
 )
 

@@ -26,7 +26,9 @@ def line_of(annotation: Any) -> Line | None:
         said = next((x for x in annotation.__metadata__ if not isinstance(x, str)), None)
         return line_of(annotation.__origin__) if said is None else said
     if typing.get_origin(annotation) is Literal:
-        return OneOf(typing.get_args(annotation))
+        names = typing.get_args(annotation)
+        # synonyms are there for type checkers: a call never gets so far with one
+        return OneOf(tuple(x for x in names if synonym(x, [y for y in names if y != x]) == x))
     if typing.get_origin(annotation) in (Union, types.UnionType):
         members = typing.get_args(annotation)
         lines = [line_of(member) for member in members if member is not type(None)]
@@ -73,6 +75,14 @@ def lines_of(function: Callable[..., Any]) -> dict[str, Line]:
                 f"{hints.get(name)}"
             )
     return lines
+
+
+def called_as(forward: F) -> Callable[[Callable[..., Any]], F]:
+    """For type checkers alone: decorate the ``__call__`` of a module, which takes what forward takes.
+
+    nn.Module's own takes and returns anything, so that a wrong keyword is not found.
+    """
+    return lambda _: forward
 
 
 def described(function: F) -> F:

@@ -11,7 +11,7 @@ import torch
 from .aliases import hint
 from .checks import FP32_MAX, is_number
 from .tensor_line import Sizes, TensorLine, check_alike
-from .words import shown, type_name, with_article
+from .words import shown, two_copies, type_name, with_article
 
 
 @dataclass(frozen=True)
@@ -174,6 +174,7 @@ class Instance:
         """Raise TypeError unless the value is such an object, ValueError if it has other tokens."""
         if not isinstance(value, self.kind):
             said = getattr(self.kind, "of_tensor", "") if isinstance(value, torch.Tensor) else ""
+            said = said or two_copies(value, self.kind)
             raise TypeError(
                 f"{name} must be {with_article(self.kind.__name__)}, got {type_name(value)}{said}"
             )

@@ -18,6 +18,20 @@ def type_name(value) -> str:
     return type(value).__name__ + getattr(type(value), "remedy", "")
 
 
+def two_copies(value, kind: type) -> str:
+    """Return the modules of two classes of one name, for an error about a value of the other one.
+
+    "" where the names differ.
+    """
+    other = type(value)
+    if other.__name__ != kind.__name__:
+        return ""
+    return (
+        f" of {other.__module__} in the place of that of {kind.__module__}: two copies of the "
+        "package are in this process, use one of them"
+    )
+
+
 def with_article(name: str) -> str:
     """The name of a class with its article."""
     return f"{'an' if name[0] in 'AEIO' else 'a'} {name}"
