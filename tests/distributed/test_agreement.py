@@ -563,3 +563,27 @@ def test_what_differs_by_rank_is_noticed_where_the_page_says_so(name, mode):
         assert full == [(first, nan)] * 2
         return
     assert {x.kind for x in full} == {"ValueError"} and len({x.message for x in full}) == 1
+
+
+def other_statistics(group, device, own, validate):
+    """One statistic of each rank's own, of as many numbers as the other's -> its name and values."""
+    shard = hl.VocabShard.from_group(group, V)
+    x = torch.randn(N, V, generator=torch.Generator().manual_seed(0)).to(device)
+    here = x[:, shard.start : shard.stop].clone().requires_grad_()
+    name = own[group.rank()]
+    options = hl.Options(validate=validate)
+    stats = hl.vocab_statistics(here, shard=shard, want=(name,), options=options)
+    return name, getattr(stats, name).detach().cpu()
+
+
+def test_other_statistics_of_as_many_numbers_are_plausible_and_wrong_as_the_page_says():
+    names = "entropy", "collision"
+    right = {
+        name: values
+        for own in names
+        for name, values in on_ranks(2, other_statistics, (own, own), "metadata")
+    }
+    for name, values in on_ranks(2, other_statistics, names, "metadata"):
+        assert values.isfinite().all() and not torch.allclose(values, right[name], rtol=0.01)
+    found = on_ranks(2, other_statistics, names, "full", failures=True)
+    assert {x.kind for x in found} == {"ValueError"} and len({x.message for x in found}) == 1

@@ -88,3 +88,23 @@ def test_a_trained_weight_has_no_gradient_where_an_ignored_value_is_infinite(red
     head(logits, labels, token_weight=weight).loss.sum().backward()
     assert weight.grad.isfinite().all() and weight.grad[1] == 0
     assert logits.grad[[0, 2]].isfinite().all() and weight.grad[0] != 0
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes")
+def test_a_tokenwise_function_that_reads_all_tokens_says_how_many_it_was_called_with():
+    n, of_all = 512, torch.rand(512)
+    hidden, weight = torch.randn(n, 8, requires_grad=True), torch.randn(64, 8, requires_grad=True)
+    functions = {
+        RuntimeError: lambda stats: stats.lse * of_all,  # torch's own error
+        ValueError: lambda stats: of_all + 0 * stats.lse.sum(),
+    }
+    for kind, function in functions.items():
+        head = hl.HeadLoss(hl.Term("mine", function, tokenwise=True))
+        head(hidden @ weight.t(), torch.zeros(n).long())  # right with all of them
+        linear = hl.Linear("one_sweep", budget=140 * 64 * 4)
+        with pytest.raises(kind) as caught:
+            head.linear(hidden, weight, torch.zeros(n).long(), linear=linear)
+        note = caught.value.__notes__[-1]
+        assert note.startswith("one sweep calls a tokenwise function with some of the tokens")
+        assert "here 128 of 512: name whatever it reads of each token in inputs=(..)" in note
+        assert "term 'mine'" in "".join([str(caught.value), *caught.value.__notes__])

@@ -298,3 +298,25 @@ def test_a_term_that_trains_nothing_is_a_warning(case, others):
             head(logits.requires_grad_(), labels)
     with pytest.warns(UserWarning, match="term 'own' has no gradient here .* make it a Metric"):
         head(logits, labels)
+
+
+STATISTICS = {"rank": False, "mass": False, "hits": False, "teacher_entropy": False}
+STATISTICS |= dict.fromkeys(("lse", "log_prob", "target_logit", "entropy", "total"), True)
+
+
+@pytest.mark.parametrize("statistic", STATISTICS)
+def test_a_term_of_a_statistic_without_a_gradient_is_a_warning(statistic):
+    inputs = ("teacher",) if statistic.startswith("teacher") else ()
+    term = hl.Term("own", StatisticValue(statistic), inputs=inputs)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        hl.HeadLoss([hl.CrossEntropy(), term])
+    words = f"term 'own' has no gradient here ('{statistic}' has none), so that it trains nothing"
+    assert [words in str(x.message) for x in found] == [True] * (not STATISTICS[statistic])
+
+
+@pytest.mark.parametrize("field", ["square", "negative"])
+@pytest.mark.parametrize("value", [3, "no", None, 1.0])
+def test_flags_of_a_statistic_value_are_true_or_false(field, value):
+    with pytest.raises(TypeError, match=f"{field} must be True or False, got "):
+        StatisticValue("lse", **{field: value})

@@ -60,3 +60,21 @@ def test_what_is_said_again_is_found():
         "`Linear`, or None. The mode.",
     ):
         assert not said_again(text)
+
+
+CONTRACT = [x for x in vars(hl.statistics.family).values() if hasattr(x, "_fields")]
+
+
+@pytest.mark.parametrize("record", CONTRACT, ids=lambda record: record.__name__)
+def test_what_a_familys_methods_get_says_what_its_fields_are(record):
+    assert not [x for x in record._fields if "Alias" in getattr(record, x).__doc__]
+    doc = inspect.getdoc(record)
+    assert {name for name, _ in ENTRY.findall(doc)} == {*record._fields}
+
+
+def test_attributes_of_a_family_that_a_package_sets_are_those_of_its_docstring():
+    said = {name for name, _ in ENTRY.findall(inspect.getdoc(hl.statistics.Family))}
+    own = {name for name, x in vars(hl.statistics.Family).items() if not callable(x)}
+    own = {name for name in own if not name.startswith("__")}
+    launches = {"wide_gradients", "narrow_gradients", "lean_gradients"}
+    assert said == own - launches - {"in_one_read", "id_list"}

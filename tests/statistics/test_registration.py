@@ -135,6 +135,45 @@ def test_the_guides_statistic_is_right_for_orders_on_both_sides_of_1(order):
     torch.testing.assert_close(leaf.grad, slope)
 
 
+def costs_of_page(group, device, labelled):
+    """Values and gradients of the guide's expected costs, of this rank's columns."""
+    scope = {}
+    with registered():
+        exec(marked_block("run", "renyi"), scope)
+        exec(marked_block("run", "cost"), scope)
+    logits, labels = problem(torch.float32)
+    labels[1], labels[2] = -100, V  # ignored, and bad
+    shard = hl.VocabShard.from_group(group, V)
+    leaf = logits[:, shard.start : shard.stop].clone().to(device).requires_grad_()
+    with registered(scope["Cost"](torch.arange(float(V)) ** 0.5)):
+        cost = hl.vocab_statistics(
+            leaf,
+            labels.to(device) if labelled else None,
+            shard=shard,
+            want=("cost",),
+            options=hl.Options(backend="torch"),
+        ).cost
+    cost.nan_to_num().sum().backward()
+    return cost.detach().cpu(), leaf.grad.cpu()
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_guides_weights_of_ids_are_right_with_labels_and_without(ranks, labelled):
+    results = on_ranks(ranks, costs_of_page, labelled)
+    z = problem()[0].requires_grad_()
+    expected = z.softmax(-1) @ torch.arange(float(V)).double().sqrt()
+    expected.sum().backward()
+    known = [0, 3, 4] if labelled else [0, 1, 2, 3, 4]
+    grad = torch.cat([grad for _, grad in results], 1).double()
+    torch.testing.assert_close(grad[known], z.grad[known], rtol=1e-4, atol=1e-5)
+    for values, _ in results:
+        torch.testing.assert_close(
+            values[known].double(), expected.detach()[known], rtol=1e-5, atol=1e-5
+        )
+        assert not labelled or (values[1] == 0 and values[2].isnan())
+
+
 def renamed(**names):
     """A family of one statistic with other names in some fields."""
     family = Sums("own", (POWER,))
@@ -405,17 +444,6 @@ def test_a_family_without_relative_rows_may_name_its_merged_sums_otherwise():
     assert torch.equal(stats.largest.double(), logits.amax(-1).float().double())
 
 
-def test_a_statistic_about_the_label_may_raise_without_labels():
-    class Margin(Largest):
-        wanted = Family.wanted
-
-        def finish(self, sums, joined):
-            return {"largest": joined.target - sums["own_shift"]}, {}
-
-    with registered(Margin()):
-        pass
-
-
 @pytest.mark.parametrize("labelled", [True, False])
 def test_a_gradient_that_is_wrong_with_or_without_labels_alone_is_found(labelled):
     class Own(Sums):
@@ -545,6 +573,9 @@ class Squares(Family):
     def __init__(self, replaces: str | None = None, looks: bool = False):
         self.replaces, self.needs_label_logits = replaces, looks
 
+    def wanted(self, call):
+        return super().wanted(call) and (call.has_labels or not self.needs_label_logits)
+
     def local(self, tile, softmax, rows):
         z = tile.z.masked_fill(tile.z == -torch.inf, 0.0)
         return {"own_p2": row_sum(softmax.exp**2), "own_z2": row_sum(z**2)}
@@ -588,19 +619,3 @@ def test_logits_of_labels_are_for_sums_alone():
         ValueError, match=r"must do without tile.label_logits, which `local` alone has"
     ):
         hl.register_statistic(Squares(looks=True))
-
-
-def other_families_on_each_rank(group, device):
-    family = Sums("own", (POWER,))
-    family.order = group.rank()
-    shard = hl.VocabShard.from_group(group, 8)
-    logits = torch.randn(3, 8)[:, shard.start : shard.stop].to(device)
-    with registered(family), pytest.raises(ValueError, match=r"agree on families\.own\.order"):
-        hl.vocab_statistics(
-            logits, shard=shard, want=("own",), options=hl.Options(validate="full", backend="torch")
-        )
-    return True
-
-
-def test_ranks_whose_families_have_other_numbers_find_out():
-    assert on_ranks(2, other_families_on_each_rank) == [True] * 2

@@ -134,6 +134,94 @@ def test_a_gradient_that_gradients_does_not_name_is_found(named):
     )
 
 
+# fields that are None in calls without labels -> a method that takes them for tensors
+OF_LABELS = {
+    "joined.labels": ("join", lambda sums, joined: joined.labels.clamp(min=0)),
+    "joined.target": ("finish", lambda sums, joined: joined.target - joined.top),
+    "joined.offset": ("finish", lambda sums, joined: torch.exp(joined.offset)),
+    "joined.p_target": ("join", lambda sums, joined: joined.p_target / joined.whole),
+    "tile.target": ("local", lambda tile, softmax, rows: tile.target[:, None]),
+    "softmax.owned": ("local", lambda tile, softmax, rows: torch.where(softmax.owned, 1, 0)),
+    "softmax.column": ("local", lambda tile, softmax, rows: tile.z.gather(1, softmax.column)),
+}
+
+
+def reading(method, read, base=Sums):
+    right = getattr(base, method)
+
+    def function(self, *given):
+        read(*given)
+        return right(self, *given)
+
+    return function
+
+
+@pytest.mark.parametrize("field", OF_LABELS)
+def test_a_method_that_needs_labels_in_every_call_is_named_with_both_remedies(field):
+    method, read = OF_LABELS[field]
+    function = reading(method, read)
+    words = f"Own.{method} must do without {field}, which are None in calls without labels: ask `if"
+    expect_refused(family_with(**{method: function}), words)
+    with_labels = {"wanted": lambda self, call: call.has_labels and Sums.wanted(self, call)}
+    with registered(family_with(**{method: function}, **with_labels)):
+        pass
+
+
+@pytest.mark.parametrize("method", ["local", "direct"])
+@pytest.mark.parametrize("needs", [True, False])
+def test_logits_of_labels_are_there_in_local_of_a_family_that_needs_them(method, needs):
+    def read(*given):
+        tile = given[0] if method == "local" else given[1]
+        return tile.label_logits[:, None]
+
+    wanted = lambda self, call: call.has_labels and Sums.wanted(self, call)  # noqa: E731
+    family = family_with(**{method: reading(method, read)}, needs_label_logits=needs, wanted=wanted)
+    if needs and method == "local":
+        with registered(family):
+            return
+    needed = "" if needs else "needs needs_label_logits = True, and "
+    words = f"Own.{method} must do without tile.label_logits, which {needed}`local` alone has"
+    expect_refused(family, words)
+
+
+def test_a_family_that_needs_logits_of_labels_is_wanted_with_labels_alone():
+    words = "Own.wanted must return False for a call without labels, which has no logits of labels"
+    expect_refused(family_with(needs_label_logits=True), words)
+
+
+def test_an_error_of_a_method_that_is_about_nothing_absent_stays_what_it_is():
+    def local(self, tile, softmax, rows):
+        return None if tile.label_logits is None and len(3) else {}
+
+    with pytest.raises(TypeError, match="'int' has no len"), registered(family_with(local=local)):
+        pass
+
+
+NOT_WANTED = {
+    "never": lambda self, call: False,
+    "without labels alone": lambda self, call: not call.has_labels,
+    "two statistics alone": lambda self, call: len(call.want) > 1,
+}
+
+
+@pytest.mark.parametrize("when", NOT_WANTED)
+def test_a_family_that_a_call_which_wants_it_leaves_out_is_refused(when):
+    words = "Own.wanted must return True for a call with labels that wants 'own', got False"
+    expect_refused(family_with(wanted=NOT_WANTED[when]), words)
+
+
+@pytest.mark.parametrize(
+    ("left", "words"), [(0, "['own'], got no ['own']"), (1, "['own_0', 'own_1', 'own_2']")]
+)
+def test_what_finish_leaves_out_is_named_with_its_family(left, words):
+    def finish(self, sums, joined):
+        found = list(Sums.finish(self, sums, joined))
+        found[left] = {}
+        return found
+
+    expect_refused(family_with(finish=finish), f"Own.finish must return {words}")
+
+
 class WithoutDevice(Family):
     """Its module has no module of device functions beside it."""
 

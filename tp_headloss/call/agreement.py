@@ -7,8 +7,10 @@ communication library's timeout, and labels that differ show as NaN at best.
 
 import dataclasses
 import functools
+import inspect
 import json
 import logging
+import types
 import zlib
 from collections.abc import Iterable
 from typing import Any
@@ -162,14 +164,58 @@ PLAIN_TYPES = (int, float, complex, str, bytes, torch.dtype, torch.device, type(
 def families_wanted(want) -> dict[str, dict[str, Any]]:
     """Return what tells the families of wanted statistics apart.
 
-    These are their classes, and plain attributes of theirs, such as an order.
+    These are their classes, and attributes of families and of classes below `Family`, methods by
+    their code.
     """
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
     for family in statistics.FAMILIES:
-        for name in {*family.statistics} & {*want}:
-            plain = {key: x for key, x in vars(family).items() if isinstance(x, PLAIN_TYPES)}
-            found[name] = {"class": type(family).__qualname__, **plain}
+        own = {key: _with_code(x) for key, x in vars(family).items()}
+        own = {"class": type(family).__qualname__, **_of_classes(type(family)), **own}
+        found |= dict.fromkeys({*family.statistics} & {*want}, own)
     return found
+
+
+def _of_classes(kind: type) -> dict[str, list]:
+    """Return attributes of a class and of its bases below `Family` by name, with those that others
+    replace, which `super` reaches."""
+    found: dict[str, list] = {}
+    for base in kind.__mro__:
+        for name, x in vars(base).items():
+            if base not in statistics.Family.__mro__ and not name.startswith("__"):
+                found.setdefault(name, []).append(_with_code(x))
+    return found
+
+
+def _with_code(value):
+    """Return what a function, a property or a static method does, for a comparison; any other value
+    as it is.
+
+    Functions that it calls, and what it reads of its module, are compared by name alone.
+    """
+    function = inspect.unwrap(getattr(value, "fget", value))
+    if not isinstance(function, types.FunctionType):
+        return value
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    text = json.dumps(_code_facts(function.__code__))
+    return {
+        "code": f"{function.__qualname__} {zlib.crc32(text.encode()):08x}",
+        "variables": dict(zip(function.__code__.co_freevars, cells)),
+        "defaults": [function.__defaults__, function.__kwdefaults__],
+    }
+
+
+def _code_facts(code: types.CodeType) -> list:
+    """Return operations, names and constants of code, without addresses and numbers of lines."""
+    return [code.co_code.hex(), code.co_names, [_constant_facts(x) for x in code.co_consts]]
+
+
+def _constant_facts(value) -> Any:
+    """Return a constant of code in a form that is equal on all ranks."""
+    if isinstance(value, types.CodeType):
+        return _code_facts(value)
+    if isinstance(value, frozenset):  # whose order is each process's own
+        return sorted(map(repr, value))
+    return repr(value)
 
 
 def _describe(name: str, value, out: dict, compare_hidden: bool, sharded_dim: int | None = None):

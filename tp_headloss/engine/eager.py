@@ -175,10 +175,7 @@ def finish(shift, sums: dict, request: Request, dtype) -> list[torch.Tensor]:
         rows |= found[1]
 
     def settled(names, found):
-        if missing := set(names) - found.keys():
-            raise ValueError(
-                f"families' finish must return {list(names)}, got no {sorted(missing)}"
-            )
+        _expect_returned(layout, names, found)
         every = torch.stack([found[name] for name in names])
         return torch.where(joined.ignored, 0.0, torch.where(joined.bad, torch.nan, every)).to(dtype)
 
@@ -195,6 +192,16 @@ def finish(shift, sums: dict, request: Request, dtype) -> list[torch.Tensor]:
             log_probs_at(sums["logits_at"], request.tensors.ids, known["shift"], known["sum"])
         )
     return outputs
+
+
+def _expect_returned(layout: Layout, names: tuple[str, ...], found: dict):
+    """Raise ValueError that names the family whose `finish` left out one of its rows or values."""
+    for family in layout.families:
+        own = {*family.merged_rows(layout.call), *family.value_rows(layout.call)} & {*names}
+        if missing := own - found.keys():
+            raise ValueError(
+                f"{type(family).__name__}.finish must return {sorted(own)}, got no {sorted(missing)}"
+            )
 
 
 def merge_packets(packets, request: Request, memory=None) -> list[torch.Tensor]:

@@ -4,20 +4,24 @@ kernel."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import torch
 
-from ..statistics import documented_fields
+from ..spec import CheckedBy, checked
+
+Statistic: TypeAlias = Annotated[str, CheckedBy("a string")]  # by the definition of a HeadLoss
 
 
-@documented_fields
-class StatisticValue(NamedTuple):
+@checked
+@dataclass(frozen=True)
+class StatisticValue:
     """Per-token function [-] statistic [squared], which the reduction evaluates without a kernel of
     its own.
 
-    Attributes:
-        statistic: a field of `VocabStatistics`.
+    Args:
+        statistic: field of `VocabStatistics`, or a registered statistic.
         square: True squares it.
         negative: True negates it, after the square.
 
@@ -27,7 +31,7 @@ class StatisticValue(NamedTuple):
         tensor(1.9218)
     """
 
-    statistic: str
+    statistic: Statistic
     square: bool = False
     negative: bool = False
 
@@ -39,6 +43,7 @@ class StatisticValue(NamedTuple):
         return -values if self.negative else values
 
 
+AS_GIVEN = StatisticValue("")  # a value that is computed elsewhere
 PerToken: TypeAlias = Callable[..., torch.Tensor] | StatisticValue
 
 
@@ -66,8 +71,7 @@ class SumsPlan(NamedTuple):
     ) -> SumsPlan:
         """Plan for sums of these functions' values; those that are no `StatisticValue` are summed
         as given."""
-        as_given = StatisticValue("")
-        plain = [f if isinstance(f, StatisticValue) else as_given for f in functions]
+        plain = [f if isinstance(f, StatisticValue) else AS_GIVEN for f in functions]
         terms = plain[: len(coefficients)]
         gradients = [
             (f.statistic, -float(c) if f.negative else float(c), f.square)

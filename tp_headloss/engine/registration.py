@@ -12,7 +12,14 @@ import torch
 
 from .. import statistics
 from ..spec import Instance, checked
-from ..statistics import SOFTMAX, Family, VocabStatistics, known_statistics, owners_of_rows
+from ..statistics import (
+    SOFTMAX,
+    Family,
+    VocabStatistics,
+    Wanted,
+    known_statistics,
+    owners_of_rows,
+)
 from . import eager
 from .trial import GRADIENT, LABELS, Trial, has_own, try_family
 from .watched import watched
@@ -58,6 +65,7 @@ def register_statistic(family: Annotated[Family, Instance(Family)]) -> None:
     _check_statistics(family)
     _check_rows(family)
     _check_methods(family)
+    _check_wanted(family)
     tried = watched(family)
     trial = Trial(tried, statistics.families_with(tried))
     # tensors of inference mode do not say whether they were changed
@@ -133,6 +141,24 @@ def _check_methods(family: Family) -> None:
             f"family {type(family).__name__} must have methods of its own, got no "
             f"{', no '.join(missing)}"
         )
+
+
+def _check_wanted(family: Family) -> None:
+    """Raise ValueError for a family that leaves out a call which wants one of its statistics, or
+    needs labels in calls without."""
+    owner = f"{type(family).__name__}.wanted"
+    for name in family.statistics:
+        if not (found := family.wanted(Wanted(True, (name,)))):
+            raise ValueError(
+                f"{owner} must return True for a call with labels that wants {name!r}, got "
+                f"{found!r}: write `return super().wanted(call)`"
+            )
+        if family.needs_label_logits and (found := family.wanted(Wanted(False, (name,)))):
+            raise ValueError(
+                f"{owner} must return False for a call without labels, which has no logits of "
+                f"labels for needs_label_logits, got {found!r}: write "
+                "`return call.has_labels and super().wanted(call)`"
+            )
 
 
 def _check_results(trial: Trial) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,6 +34,8 @@ RETURNED = {
 }
 # methods whose first argument nothing else reads any more
 ACCUMULATING = ("direct", "scaled")
+# fields of what methods get that are None in calls without labels
+OF_LABELS = {"target", "offset", "p_target", "at_target", "labels", "owned", "column"}
 # names of what each method gets
 PARAMETERS = {
     method: tuple(inspect.signature(getattr(Family, method)).parameters)[1:] for method in RETURNED
@@ -59,7 +62,11 @@ def _watched_method(family: Family, method: str, function: Callable) -> Callable
         if method in ACCUMULATING:
             del read[PARAMETERS[method][0]]
         before = dict(_states(read))
-        result = function(*given)
+        try:
+            result = function(*given)
+        except (TypeError, AttributeError) as error:
+            _refuse_absent(called, family, dict(zip(PARAMETERS[method], given)), error)
+            raise
         after = dict(_states(read))
         changed = sorted(k for k in before.keys() | after.keys() if before.get(k) != after.get(k))
         if changed:
@@ -76,6 +83,35 @@ def _watched_method(family: Family, method: str, function: Callable) -> Callable
         return result
 
     return call
+
+
+def _refuse_absent(called: str, family: Family, given: dict[str, Any], error: Exception) -> None:
+    """Raise ValueError for an error of a method that took something for a tensor which this call
+    does not have."""
+    frames = traceback.walk_tb(error.__traceback__)
+    read = {name for frame, _ in frames for name in frame.f_code.co_names}
+    fields = {
+        f"{owner}.{field}": field
+        for owner, value in given.items()
+        for field in getattr(value, "_fields", ())
+        if field in read and getattr(value, field) is None
+    }
+    if "NoneType" not in str(error) or not fields:
+        return
+    names = " and ".join(fields)
+    reason = "which this call does not have"
+    if "label_logits" in fields.values():
+        needed = "" if family.needs_label_logits else "needs needs_label_logits = True, and "
+        reason = f"which {needed}`local` alone has"
+    elif OF_LABELS & {*fields.values()}:
+        reason = (
+            f"which are None in calls without labels: ask `if {next(iter(fields))} is None`, or, "
+            "for a statistic about the label, write "
+            "`def wanted(self, call): return call.has_labels and super().wanted(call)`"
+        )
+    raise ValueError(
+        f"{called} must do without {names}, {reason}; got {type(error).__name__}: {error}"
+    ) from error
 
 
 def _states(read: dict[str, Any]) -> Iterator[tuple[str, Any]]:

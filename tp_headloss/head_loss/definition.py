@@ -17,8 +17,16 @@ from ..spec import EACH_TOKEN, LOG_PROBS, PER_TOKEN, Line, lines_within
 from ..spec.aliases import hint
 from ..spec.checks import is_number
 from ..spec.words import two_copies
-from ..statistics import AT_IDS, FULL_TEACHER, OVER_SETS, TOPK_TEACHER, MaybeNone, known_statistics
-from .evaluation import StatisticsFunction, names_read
+from ..statistics import (
+    AT_IDS,
+    FULL_TEACHER,
+    OVER_SETS,
+    TOPK_TEACHER,
+    MaybeNone,
+    known_statistics,
+    layout_of,
+)
+from .evaluation import StatisticsFunction, names_read, warn_without_gradient
 from .terms import METRICS, CrossEntropy, Metric, Term, is_weighted_by_label
 
 PACKAGE = __name__.partition(".")[0]
@@ -92,6 +100,7 @@ class HeadLossDefinition(NamedTuple):
         _expect_one_over((*terms, *token_metrics))
         want = _wanted_statistics(terms, named, token_metrics)
         _expect_one_teacher(want)
+        _warn_of_constants(terms, want)
         return cls(
             terms, named, token_metrics, reduction, int(ignore_index), options, want, total_weight
         ).planned()
@@ -299,6 +308,15 @@ def _wanted_statistics(terms, metrics, token_metrics) -> tuple[str, ...]:
         )
     wanted = {name for part in (*terms, *token_metrics) for name in part.want}
     return tuple(sorted((wanted | {providers[name] for name in named}) - {""}))
+
+
+def _warn_of_constants(terms: tuple[Term, ...], want: tuple[str, ...]):
+    """Warn of terms that are a statistic without a gradient; `evaluate` warns of other functions."""
+    trained = layout_of(True, want).differentiable
+    for term in terms:
+        function = term.function
+        if isinstance(function, StatisticValue) and function.statistic not in trained:
+            warn_without_gradient(f"term {term.name!r}", f"{function.statistic!r} has none")
 
 
 def _expect_all(name: str, given, kinds) -> tuple:

@@ -65,7 +65,7 @@ def evaluate(
                 _expect_statistics(function, stats, inputs)
             expect_per_token(function.owner, value, stats.lse.shape, function.is_loss)
             if function.is_loss and value is not None:
-                _warn_without_gradient(function.owner, value, stats)
+                _expect_gradient(function.owner, value, stats)
     with torch.no_grad():
         by_token, by_sequence = _metric_values(metrics, stats, inputs), {}
         if by_token and (sequences := inputs.get("sequences")) is not None:
@@ -128,19 +128,23 @@ def expect_unchanged(
         ) from error
 
 
-def _warn_without_gradient(owner: str, value: torch.Tensor, stats: VocabStatistics):
-    """Warn of a loss that has no gradient where the statistics have one: it moves the loss and
-    trains nothing.
+def _expect_gradient(owner: str, value: torch.Tensor, stats: VocabStatistics):
+    """Warn of a loss that has no gradient where the statistics have one.
 
     It is no error, because a function may return zeros for a batch that has none of its tokens.
     """
-    if torch.compiler.is_compiling() or value.requires_grad:
+    if value.requires_grad:
         return
     if torch.is_grad_enabled() and stats.lse.requires_grad:
+        warn_without_gradient(owner, "of a statistic that has none, or detached")
+
+
+def warn_without_gradient(owner: str, reason: str):
+    """Warn of a term that moves the loss and trains nothing."""
+    if not torch.compiler.is_compiling():
         warnings.warn(
-            f"{owner} has no gradient here (of a statistic that has none, or detached), so that it "
-            "trains nothing: make it a Metric",
-            stacklevel=2,
+            f"{owner} has no gradient here ({reason}), so that it trains nothing: make it a Metric",
+            stacklevel=3,
         )
 
 
@@ -228,6 +232,16 @@ def _add_note(error: Exception, function: StatisticsFunction, stats, inputs):
             f"; log_probs_at are {of_ids}, to which x[..., None] of a value per token broadcasts"
         )
     error.add_note(said)
+
+
+def note_block(error: Exception, tokens: int, all_tokens: int):
+    """Add a note to an error of a `tokenwise` function that was called with some of a call's
+    tokens."""
+    if tokens < all_tokens and hasattr(error, "add_note"):  # not before Python 3.11
+        error.add_note(
+            f"one sweep calls a tokenwise function with some of the tokens, here {tokens} of "
+            f"{all_tokens}: name whatever it reads of each token in inputs=(..)"
+        )
 
 
 def _expect_statistics(function: StatisticsFunction, stats, inputs, error: Exception | None = None):

@@ -33,6 +33,7 @@ from ..linear_head.teacher import map_teacher_tensors, without_logits
 from ..linear_head.valid_tokens import ValidTokens
 from ..statistics import UNIFORM, VocabStatistics
 from .checks import Call
+from .evaluation import note_block
 from .output import HeadLossOutput, make_output
 from .reduction import CallLoss, reduce_tokens, valid_weight
 from .value_gradients import value_gradients
@@ -330,7 +331,11 @@ def _block_loss(call: Call, request: Request, evaluate: Callable) -> Callable:
             functions=functions,
             sequences=None,
         )
-        values, *_ = evaluate(functions, [], stats, block_inputs, None)
+        try:
+            values, *_ = evaluate(functions, [], stats, block_inputs, None)
+        except Exception as error:
+            note_block(error, len(stats.lse), call.labels.numel())
+            raise
         facts = request.facts
         loss_of_block = CallLoss(block, stats.lse, facts.backend, facts.vocab_size)
         loss, _ = reduce_tokens(block, stats, values, loss_of_block.fused)

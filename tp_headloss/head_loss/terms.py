@@ -46,9 +46,12 @@ class Term:
         function: ``function(stats, **inputs) -> [..] fp32``, a loss per token; `HeadLoss` masks and
             averages. A `StatisticValue`, such as ``StatisticValue("lse", square=True)``, needs no
             kernel of its own. To pickle a HeadLoss, use functions of a module, and
-            `functools.partial` for their constants, instead of lambdas.
-        token_weight: ``token_weight(stats, **inputs) -> [..]``, whose sum divides this term's mean,
-            as class weights'.
+            `functools.partial` for their constants, instead of lambdas, which all have one name
+            where ``Options(validate="full")`` compares functions by name.
+        weight: a tensor is read in each call, and gets no gradient: a factor that is trained
+            belongs into the function.
+        token_weight: ``token_weight(stats, **inputs) -> [..]``, whose sum is the divisor of this
+            term's mean, and nothing else: multiply the values in `function` yourself.
         class_weight: replicated, column weights of the statistic "total", read in each call.
         inputs: names of the function's keyword arguments, which ``HeadLoss.forward(inputs={...})``
             passes: tensors that broadcast to the labels' shape, "sequences", "teacher", "sets" or

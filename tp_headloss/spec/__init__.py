@@ -104,11 +104,13 @@ TeacherTemperature: TypeAlias = (
     Annotated[float, NumberLine(TINY, 1 / TINY, "positive and finite in fp32", ONE_ID)]
     | Annotated[torch.Tensor, TensorLine("real numbers", None, constant=True)]
 )
+IN_FUNCTION = "; a factor that is trained belongs into the function of a Term of your own"
+WEIGHT = TensorLine("real numbers", (), constant=True, trained=IN_FUNCTION)
 Weight: TypeAlias = (
     Annotated[
         float, NumberLine(-FP32_MAX, FP32_MAX, "finite in fp32"), "Factor of the term in the loss"
     ]
-    | Annotated[torch.Tensor, TensorLine("real numbers", (), constant=True)]
+    | Annotated[torch.Tensor, WEIGHT]
 )
 OWN_TERM = ": a weight below 0 rewards what the term penalises; a Term of your own takes any"
 # of a term that is never below 0, and has no least value if it is subtracted
@@ -118,7 +120,7 @@ PenaltyWeight: TypeAlias = (
         NumberLine(0, FP32_MAX, "at least 0 and finite in fp32", OWN_TERM),
         "Factor of the term in the loss",
     ]
-    | Annotated[torch.Tensor, TensorLine("real numbers", (), constant=True)]
+    | Annotated[torch.Tensor, WEIGHT]
 )
 Size: TypeAlias = Annotated[int, IntLine(1)]
 Unused: TypeAlias = Annotated[Any, CheckedBy("not used")]

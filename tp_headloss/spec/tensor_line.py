@@ -44,6 +44,7 @@ class TensorLine:
         constant: it gets no gradient, so that one that requires it is an error.
         detached: it is a constant to the function, whose call detaches it.
         hint: of the error for anything but a tensor, and for numbers in the place of a mask.
+        trained: of the error for a constant that requires a gradient.
         per_token: of the error for a value per sequence, or one for all, which must not be expanded.
     """
 
@@ -54,6 +55,7 @@ class TensorLine:
     constant: bool = False
     detached: bool = False
     hint: str = ""
+    trained: str = ""
     per_token: str = ""
 
     @property
@@ -80,7 +82,7 @@ class TensorLine:
         if not DTYPES[self.kind](x.dtype):
             raise TypeError(f"{name} must be {self.kind}, got {x.dtype}{self._dtype_hint(x)}")
         if self.constant and x.requires_grad:
-            raise ValueError(f"{name} gets no gradient: pass {name}.detach()")
+            raise ValueError(f"{name} gets no gradient: pass {name}.detach(){self.trained}")
         if self.shape is not None:
             self._check_shape(name, x, sizes)
         # torch takes other scalars of the CPU

@@ -23,10 +23,10 @@ from .divergence import DivergenceFamily
 from .entropy import EntropyFamily
 from .family import Family, Wanted
 from .family import MaybeNone as MaybeNone
+from .fields import documented_fields as documented_fields
 from .rank import RankFamily
 from .result import MissingStatistics as MissingStatistics
 from .result import VocabStatistics
-from .result import documented_fields as documented_fields
 from .result import without_arithmetic as without_arithmetic
 from .sets import SetsFamily
 from .softmax import IGNORED as IGNORED

@@ -20,81 +20,149 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from .fields import documented_fields
+
 # A "torch.Tensor | MaybeNone" is None if the call has no such thing. It is not a "torch.Tensor |
 # None", because whoever reads it has asked for it, and would have to say so again in each line.
 MaybeNone: TypeAlias = Any
 
 
+@documented_fields
 class Wanted(NamedTuple):
-    """The facts of a call that decide which rows a family has."""
+    """The facts of a call that decide which rows a family has.
+
+    Attributes:
+        has_labels: whether the call has labels.
+        want: names of the optional statistics that the call asks for.
+        student_sum: True where some family normalises the student at the teacher's temperature,
+            too.
+    """
 
     has_labels: bool
     want: tuple[str, ...]
-    # some family normalises the student at the teacher's temperature, too
     student_sum: bool = False
 
     def any_of(self, names) -> bool:
         return any(name in self.want for name in names)
 
 
+@documented_fields
 class Tile(NamedTuple):
-    """One block of rows of some columns, in float32 or float64, with the inputs that belong to
-    it."""
+    """One block of n rows (tokens) and w columns (ids), in float32 or float64, with the inputs that
+    belong to it.
 
-    z: torch.Tensor  # [n, w] transformed logits
-    slope: torch.Tensor | float  # dz/dx
-    # [n] column of the label, outside of [0, w) if another tile has it
+    Attributes:
+        z: [n, w] transformed logits, -inf where there is no such id.
+        slope: dz/dx, [n, w], [n, 1] or a number; x is the logit before temperature, scale and
+            softcap.
+        target: [n] column of the label, below 0 or at least w where another tile has it; None
+            without labels.
+        column_weight: [w] weights of the statistic "total"; None if the call has none.
+        teacher: [n, w] the teacher's logits, divided by its temperature; None without a `Teacher`.
+        scale: factor of z where it is compared with a teacher, [n, 1] or a number.
+        entries: [n, K] columns of a `TopKTeacher`'s entries, w where another tile has the entry;
+            None without one.
+        entry_log_probs: [n, K] the teacher's log-probs of the entries; None without a
+            `TopKTeacher`.
+        members: [n, w] bool, the columns in each token's set; None without `IdSets`.
+        first_id: vocabulary id of the first column.
+        label_logits: [n] z of the labels, whichever tile has them; None but in `local` of a family
+            with needs_label_logits.
+        ids: [n, K] columns of given ids, w where another tile has the id; None if the call has
+            none.
+    """
+
+    z: torch.Tensor
+    slope: torch.Tensor | float
     target: torch.Tensor | MaybeNone
-    column_weight: torch.Tensor | MaybeNone  # [w]
-    teacher: torch.Tensor | MaybeNone  # [n, w] the teacher's logits, divided by its temperature
-    # factor of z where it is compared with a teacher, [n, 1] or a number
+    column_weight: torch.Tensor | MaybeNone
+    teacher: torch.Tensor | MaybeNone
     scale: torch.Tensor | float
-    # [n, K] columns of a top-K teacher's entries; w where another tile has the entry
     entries: torch.Tensor | MaybeNone
-    entry_log_probs: torch.Tensor | MaybeNone  # [n, K]
-    members: torch.Tensor | MaybeNone  # [n, w] bool: columns of each token's set
-    first_id: int  # vocabulary id of the first column
-    label_logits: torch.Tensor | MaybeNone = None  # [n] z of the labels, whatever tile has them
-    # [n, K] columns of given ids; w where another tile has the id
+    entry_log_probs: torch.Tensor | MaybeNone
+    members: torch.Tensor | MaybeNone
+    first_id: int
+    label_logits: torch.Tensor | MaybeNone = None
     ids: torch.Tensor | MaybeNone = None
 
 
+@documented_fields
 class Softmax(NamedTuple):
-    """The softmax of one tile without its target column."""
+    """The softmax of one tile without its target column, the label's.
 
-    z: torch.Tensor  # [n, w] logits, -inf at the target
-    peak: torch.Tensor  # [n] their maximum
-    shifted: torch.Tensor  # [n, w] z - peak
-    exp: torch.Tensor  # [n, w] exp(shifted)
-    owned: torch.Tensor | MaybeNone  # [n] bool: the target is in this tile
-    column: torch.Tensor | MaybeNone  # [n, 1] column of the target, clamped into the tile
+    Attributes:
+        z: [n, w] logits, -inf at the target.
+        peak: [n] their maximum.
+        shifted: [n, w] z - peak.
+        exp: [n, w] exp(shifted).
+        owned: [n] bool, the target is in this tile; None without labels.
+        column: [n, 1] column of the target, clamped into the tile; None without labels.
+    """
+
+    z: torch.Tensor
+    peak: torch.Tensor
+    shifted: torch.Tensor
+    exp: torch.Tensor
+    owned: torch.Tensor | MaybeNone
+    column: torch.Tensor | MaybeNone
 
 
+@documented_fields
 class Merging(NamedTuple):
-    """The maxima of all packets [packets, N], in float64."""
+    """The maxima of all packets, in float64.
+
+    Attributes:
+        peak: [packets, N] the maximum of each.
+        shift: [N] the largest of them.
+        drop: [packets, N] peak - shift, 0 for an empty packet.
+        factor: [packets, N] exp(drop), 0 for an empty packet.
+        scale: as in `Tile`.
+    """
 
     peak: torch.Tensor
-    shift: torch.Tensor  # [N] largest peak
-    drop: torch.Tensor  # peak - shift, 0 for an empty packet
-    factor: torch.Tensor  # exp(drop), 0 for an empty packet
-    scale: torch.Tensor | float  # as in Tile
+    shift: torch.Tensor
+    drop: torch.Tensor
+    factor: torch.Tensor
+    scale: torch.Tensor | float
 
 
+@documented_fields
 class Joined(NamedTuple):
-    """The softmax of whole rows [N] in float64, the target column included."""
+    """The softmax of whole rows [N] in float64, the target column (the label's) included. lse is
+    top + log_sum.
 
-    shift: torch.Tensor  # maximum of all columns but the target
-    top: torch.Tensor  # maximum of all columns
-    drop: torch.Tensor  # shift - top
-    factor: torch.Tensor  # exp(drop)
-    target: torch.Tensor | MaybeNone  # z_y
-    offset: torch.Tensor | MaybeNone  # z_y - top
-    p_target: torch.Tensor | MaybeNone  # exp(offset)
-    whole: torch.Tensor  # sum of exp(z - top)
-    log_sum: torch.Tensor  # log(whole)
-    student_sum: torch.Tensor | MaybeNone  # sum of exp(scale (z - top))
-    at_target: torch.Tensor | MaybeNone  # exp(scale offset)
-    student_factor: torch.Tensor | MaybeNone  # exp(scale drop)
+    Attributes:
+        shift: maximum of z over all columns but the target, to which merged sums are relative.
+        top: maximum of z over all columns.
+        drop: shift - top, 0 without labels.
+        factor: exp(drop), which makes merged sums relative to top.
+        target: z of the label; None without labels.
+        offset: target - top; None without labels.
+        p_target: exp(offset), a probability once it is divided by whole; None without labels.
+        whole: sum of exp(z - top).
+        log_sum: log(whole).
+        student_sum: sum of exp(scale (z - top)); None unless a family needs it.
+        at_target: exp(scale offset); None without student_sum or labels.
+        student_factor: exp(scale drop); None without student_sum or labels.
+        ignored: bool, the label is the ignore_index: results are 0.
+        bad: bool, results are NaN, for a bad label or logits without a softmax.
+        labels: vocabulary ids, int64 or int32, the ignore_index and bad ones among them; None
+            without labels.
+        scale: as in `Tile`.
+    """
+
+    shift: torch.Tensor
+    top: torch.Tensor
+    drop: torch.Tensor
+    factor: torch.Tensor
+    target: torch.Tensor | MaybeNone
+    offset: torch.Tensor | MaybeNone
+    p_target: torch.Tensor | MaybeNone
+    whole: torch.Tensor
+    log_sum: torch.Tensor
+    student_sum: torch.Tensor | MaybeNone
+    at_target: torch.Tensor | MaybeNone
+    student_factor: torch.Tensor | MaybeNone
     ignored: torch.Tensor
     bad: torch.Tensor
     labels: torch.Tensor | MaybeNone
@@ -104,6 +172,9 @@ class Joined(NamedTuple):
 class Family:
     """A group of statistics that share their sums. Subclasses override what differs from adding
     sums up.
+
+    A family outside of this package sets the attributes below, of its class or in its constructor,
+    before it is registered, and none of the others, which tell the package's own kernels apart.
 
     Attributes:
         statistics: names for `want`; at least one.

@@ -3,42 +3,19 @@
 from __future__ import annotations
 
 import difflib
-import inspect
-import re
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 
 from .family import MaybeNone
+from .fields import Results, documented_fields
 
-Results = TypeVar("Results", bound=tuple)
 # what to write for the names of metrics
 OF_METRICS = {
     "accuracy": "with want=('argmax',) they have .correct",
     "perplexity": "HeadLoss(metrics='perplexity') has it in out.means()",
 }
 OF_LABELS = {"log_prob", "target_logit", "labels", "valid"}  # statistics that labels bring
-
-
-def documented_fields(results: type[Results]) -> type[Results]:
-    """Give each field of a NamedTuple the line of its section "Attributes" as docstring, which
-    help() shows, and have a name in brackets say what to write."""
-    section = (inspect.getdoc(results) or "").partition("\nAttributes:\n")[2].partition("\n\n")[0]
-    for name, text in re.findall(r"^    (\w+): (.*(?:\n     .*)*)", section, re.M):
-        getattr(results, name).__doc__ = " ".join(text.split())
-    setattr(results, "__getitem__", _item)  # noqa: B010, for which type checkers have no line
-    return results
-
-
-def _item(self, place):
-    """Return a NamedTuple's field by its place. TypeError, with what to write, for a name."""
-    if not isinstance(place, str):
-        return tuple.__getitem__(self, place)
-    try:
-        getattr(self, place)
-    except AttributeError as error:
-        raise TypeError(str(error)) from None
-    raise TypeError(f"a {type(self).__name__} has attributes, no items: write .{place}")
 
 
 def without_arithmetic(results: type[Results]) -> type[Results]:

@@ -37,6 +37,10 @@ class SetsFamily(Family):
         rows = (*rows, "set_mean") if "set_entropy" in call.want else rows
         return (*rows, "set_outside") if "set_log_mass" in call.want else rows
 
+    def value_rows(self, call: Wanted) -> tuple[str, ...]:
+        rows = super().value_rows(call)
+        return rows if call.has_labels else tuple(x for x in rows if x != "set_log_prob")
+
     def local(self, tile: Tile, softmax: Softmax, rows) -> dict[str, torch.Tensor]:
         z = torch.where(tile.members, softmax.z, -torch.inf)
         peak = z.amax(-1)
