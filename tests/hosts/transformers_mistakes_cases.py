@@ -303,8 +303,8 @@ def aliases(group):
     for name in INSTALL:
         model, read = fused_model(name), READ if name == "fuse_log_probs" else HEAD_ARGUMENTS
         taken = {*inspect.signature(type(model).forward).parameters, *read, "attention_mask"}
-        # transformers gives one to its loss_function, and its attention refuses the other
-        taken |= {"vocab_size", "softcap"} if name == "causal_lm_loss" else set()
+        # transformers gives two to its loss_function, and its attention refuses the other
+        taken |= {"vocab_size", "logits", "softcap"} if name == "causal_lm_loss" else set()
         for word in names - taken:
             refused(
                 partial(model, **given_to(name), **{word: 1}),

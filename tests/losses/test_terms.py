@@ -319,4 +319,4 @@ def test_a_term_of_a_statistic_without_a_gradient_is_a_warning(statistic):
 @pytest.mark.parametrize("value", [3, "no", None, 1.0])
 def test_flags_of_a_statistic_value_are_true_or_false(field, value):
     with pytest.raises(TypeError, match=f"{field} must be True or False, got "):
-        StatisticValue("lse", **{field: value})
+        hl.Term("own", StatisticValue("lse", **{field: value}))

@@ -237,20 +237,22 @@ class ToShards(torch.autograd.Function):
     the gradient added up.
 
     x [..] replicated ("all_reduce", "none") or [S/P, ..] of this rank ("reduce_scatter") -> [..] or
-    [S, ..]. The collective comes on every rank, whatever requires a gradient there.
+    [S, ..]. The collective comes on every rank, whatever requires a gradient there. The shard, whose
+    group has to live, is None where torch.compile traces: it is no argument of a graph.
     """
 
     @staticmethod
-    def forward(ctx, x, how, shard, grad_anchor=None):
-        ctx.reduction = how, shard
-        shard.expect_live_group()
+    def forward(ctx, x, how, world_size, group_name, shard, grad_anchor=None):
+        ctx.reduction = how, world_size, group_name, shard
+        if shard is not None:
+            shard.expect_live_group()
         if how == "reduce_scatter":
-            return operators.OPS.gather_tokens(x, shard.world_size, shard.group_name)
+            return operators.OPS.gather_tokens(x, world_size, group_name)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad):
-        return FromShards.apply(grad, *ctx.reduction), None, None, None
+        return FromShards.apply(grad, *ctx.reduction), None, None, None, None, None
 
 
 class FromShards(torch.autograd.Function):
@@ -258,14 +260,21 @@ class FromShards(torch.autograd.Function):
     [S, ..]."""
 
     @staticmethod
-    def forward(ctx, x, how, shard, grad_anchor=None):
-        ctx.reduction = how, shard
-        shard.expect_live_group()
-        return operators.OPS.reduce_tokens(x, how, shard.world_size, shard.group_name)
+    def forward(ctx, x, how, world_size, group_name, shard, grad_anchor=None):
+        ctx.reduction = how, world_size, group_name, shard
+        if shard is not None:
+            shard.expect_live_group()
+        return operators.OPS.reduce_tokens(x, how, world_size, group_name)
 
     @staticmethod
     def backward(ctx, grad):
-        return ToShards.apply(grad, *ctx.reduction), None, None, None
+        return ToShards.apply(grad, *ctx.reduction), None, None, None, None, None
+
+
+def reduction_over(shard, how: str) -> tuple:
+    """Return the arguments of `ToShards` and `FromShards` between values and anchor."""
+    whose = None if torch.compiler.is_compiling() else shard
+    return how, shard.world_size, shard.group_name, whose
 
 
 def grad_anchor(x: torch.Tensor, how: str, world_size: int) -> torch.Tensor | None:

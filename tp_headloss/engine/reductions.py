@@ -4,24 +4,20 @@ kernel."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from ..spec import CheckedBy, checked
-
-Statistic: TypeAlias = Annotated[str, CheckedBy("a string")]  # by the definition of a HeadLoss
+from ..statistics import documented_fields
 
 
-@checked
-@dataclass(frozen=True)
-class StatisticValue:
+@documented_fields
+class StatisticValue(NamedTuple):
     """Per-token function [-] statistic [squared], which the reduction evaluates without a kernel of
     its own.
 
-    Args:
-        statistic: field of `VocabStatistics`, or a registered statistic.
+    Attributes:
+        statistic: a field of `VocabStatistics`, or a registered statistic.
         square: True squares it.
         negative: True negates it, after the square.
 
@@ -31,7 +27,7 @@ class StatisticValue:
         tensor(1.9218)
     """
 
-    statistic: Statistic
+    statistic: str
     square: bool = False
     negative: bool = False
 
@@ -43,7 +39,6 @@ class StatisticValue:
         return -values if self.negative else values
 
 
-AS_GIVEN = StatisticValue("")  # a value that is computed elsewhere
 PerToken: TypeAlias = Callable[..., torch.Tensor] | StatisticValue
 
 
@@ -71,7 +66,8 @@ class SumsPlan(NamedTuple):
     ) -> SumsPlan:
         """Plan for sums of these functions' values; those that are no `StatisticValue` are summed
         as given."""
-        plain = [f if isinstance(f, StatisticValue) else AS_GIVEN for f in functions]
+        as_given = StatisticValue("")
+        plain = [f if isinstance(f, StatisticValue) else as_given for f in functions]
         terms = plain[: len(coefficients)]
         gradients = [
             (f.statistic, -float(c) if f.negative else float(c), f.square)

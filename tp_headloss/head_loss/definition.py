@@ -312,6 +312,8 @@ def _wanted_statistics(terms, metrics, token_metrics) -> tuple[str, ...]:
 
 def _warn_of_constants(terms: tuple[Term, ...], want: tuple[str, ...]):
     """Warn of terms that are a statistic without a gradient; `evaluate` warns of other functions."""
+    if torch.compiler.is_compiling():  # which a layout would break
+        return
     trained = layout_of(True, want).differentiable
     for term in terms:
         function = term.function

@@ -7,7 +7,7 @@ from ..arguments.teachers import TopKTeacher
 from ..engine.autograd import TokenSums
 from ..engine.one_read.rows import NotArithmetic, RowFunction, row_function
 from ..engine.operators import can_skip_dispatch
-from ..engine.reductions import AS_GIVEN, FusedReduction, StatisticValue, SumsPlan
+from ..engine.reductions import FusedReduction, StatisticValue, SumsPlan
 from ..statistics import MaybeNone, VocabStatistics
 from .checks import Call
 from .token_sums import expect_per_token, masked, nonzero
@@ -62,7 +62,7 @@ class CallLoss:
         rows = self._rows()
         if isinstance(rows, str):
             return of_statistics
-        values = [AS_GIVEN] * len(self.call.definition.terms)
+        values = [StatisticValue("")] * len(self.call.definition.terms)
         metrics = [f.function for f in self.call.functions[len(values) :]]
         plan = SumsPlan.from_functions([*values, *metrics], self.fused.plan.coefficients)
         given = tuple([self._per_token(name) for name in rows.inputs])

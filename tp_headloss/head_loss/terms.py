@@ -299,7 +299,12 @@ def is_weighted_by_label(term: Term) -> bool:
 def _expect_arguments(owner: str, function, inputs: tuple[str, ...]):
     """Raise TypeError if a function cannot be called with the statistics and inputs of these
     names."""
-    if isinstance(function, StatisticValue) or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        return
+    if isinstance(function, StatisticValue):
+        for name in ("square", "negative"):
+            if not isinstance(value := getattr(function, name), bool):
+                raise TypeError(f"{owner}: {name} must be True or False, got {value!r}")
         return
     try:
         # a module takes anything

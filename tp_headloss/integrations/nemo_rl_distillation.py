@@ -6,7 +6,7 @@ import torch
 
 from ..call.dtensor import local_part
 from ..call.statistics import vocab_statistics
-from ..engine.autograd import FromShards
+from ..engine.autograd import FromShards, reduction_over
 from ..spec import Absent, Count, Floating, Ids, Logits, checked
 from .rl_tokens import CpGroup, RankedTokens, TpGroup, VocabSize, even_shard_of_rank, refuse
 
@@ -96,5 +96,5 @@ def _logits_at(logits, ids, shard) -> torch.Tensor:
         owned, own.to(torch.promote_types(own.dtype, torch.float32)).gather(-1, first), 0.0
     )
     # all but one rank have 0
-    whole = FromShards.apply(own, "all_reduce", shard)
+    whole = FromShards.apply(own, *reduction_over(shard, "all_reduce"))
     return whole.masked_fill((ids < 0) | (ids >= shard.vocab_size), torch.nan)

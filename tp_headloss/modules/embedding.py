@@ -11,7 +11,7 @@ from ..arguments.options import DEFAULTS, Options
 from ..call.agreement import Agreement
 from ..call.compile import uncompiled
 from ..call.subclasses import is_dtensor
-from ..engine.autograd import FromShards, grad_anchor
+from ..engine.autograd import FromShards, grad_anchor, reduction_over
 from ..ranks.comm import gather_from_ranks
 from ..ranks.shard import VocabShard
 from ..spec import IDS, CheckedBy, Ids, Size, called_as, checked, described
@@ -83,7 +83,7 @@ class VocabParallelEmbedding(VocabRows):
         part = part.masked_fill(unknown.unsqueeze(-1), torch.nan)
         how = "reduce_scatter" if self.sequence_parallel else "all_reduce"
         anchor = grad_anchor(part, how, shard.world_size)
-        return FromShards.apply(part, how, shard, anchor)
+        return FromShards.apply(part, *reduction_over(shard, how), anchor)
 
     if TYPE_CHECKING:
 

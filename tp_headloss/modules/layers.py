@@ -15,7 +15,7 @@ from ..arguments.options import Options, Transform
 from ..arguments.sequences import Sequences, Starts
 from ..call.dtensor import local_head
 from ..call.given import Want
-from ..engine.autograd import ToShards, grad_anchor
+from ..engine.autograd import ToShards, grad_anchor, reduction_over
 from ..head_loss import HeadLoss, HeadLossOutput
 from ..linear_head import Linear, linear_vocab_statistics
 from ..ranks.shard import VocabShard
@@ -235,7 +235,7 @@ class VocabParallelHead(VocabRows):
             weight = torch.where(valid[:, None], weight, 0.0)
             bias = None if bias is None else torch.where(valid, bias, 0.0)
         anchor = grad_anchor(hidden, how, shard.world_size)
-        hidden = ToShards.apply(hidden, how, shard, anchor)
+        hidden = ToShards.apply(hidden, *reduction_over(shard, how), anchor)
         return F.linear(hidden, weight, bias)
 
 
