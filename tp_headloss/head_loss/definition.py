@@ -24,7 +24,7 @@ from ..statistics import (
     TOPK_TEACHER,
     MaybeNone,
     known_statistics,
-    layout_of,
+    names_stated,
 )
 from .evaluation import StatisticsFunction, names_read, warn_without_gradient
 from .terms import METRICS, CrossEntropy, Metric, Term, is_weighted_by_label
@@ -100,7 +100,7 @@ class HeadLossDefinition(NamedTuple):
         _expect_one_over((*terms, *token_metrics))
         want = _wanted_statistics(terms, named, token_metrics)
         _expect_one_teacher(want)
-        _warn_of_constants(terms, want)
+        _warn_of_constants(terms)
         return cls(
             terms, named, token_metrics, reduction, int(ignore_index), options, want, total_weight
         ).planned()
@@ -310,11 +310,12 @@ def _wanted_statistics(terms, metrics, token_metrics) -> tuple[str, ...]:
     return tuple(sorted((wanted | {providers[name] for name in named}) - {""}))
 
 
-def _warn_of_constants(terms: tuple[Term, ...], want: tuple[str, ...]):
+def _warn_of_constants(terms: tuple[Term, ...]):
     """Warn of terms that are a statistic without a gradient; `evaluate` warns of other functions."""
-    if torch.compiler.is_compiling():  # which a layout would break
+    if torch.compiler.is_compiling():
         return
-    trained = layout_of(True, want).differentiable
+    # target_logit's gradient is lse's and log_prob's
+    trained = names_stated("gradients") | {"target_logit"}
     for term in terms:
         function = term.function
         if isinstance(function, StatisticValue) and function.statistic not in trained:
