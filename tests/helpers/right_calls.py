@@ -8,7 +8,6 @@ from energy_statistic import Energy
 from lines import MASK, B, S, right
 
 import tp_headloss as hl
-from tp_headloss.head_loss import StatisticValue
 from tp_headloss.integrations import ms_swift, nemo_rl, skyrl, slime, specforge, speculators
 from tp_headloss.integrations.verl import functions
 
@@ -144,7 +143,6 @@ CORE |= {
 }
 CONSTRUCTORS = {
     hl.Term: {"name": "own", "function": len, "want": ("total",), "class_weight": torch.ones(8)},
-    StatisticValue: {"statistic": "lse"},
     hl.VocabShard: {"start": 0, "stop": 8, "vocab_size": 8},
     hl.VocabShard.from_group: {"group": None, "vocab_size": 8},
     hl.VocabShard.from_boundaries: {"boundaries": [0, 8], "vocab_size": 8},
