@@ -26,7 +26,7 @@ from tp_headloss import (
 from tp_headloss.engine import fp8, fp8_products_triton, passes
 from tp_headloss.engine.backend import load_backend
 from tp_headloss.linear_head import fp8 as sweep
-from tp_headloss.linear_head.blocks import Sizes, tokens_that_fit
+from tp_headloss.linear_head.blocks import Sizes, row_stride, tokens_that_fit
 
 N, V, H = 40, 272, 32
 FP8 = Linear(gradients="fp8")
@@ -246,6 +246,9 @@ def split(logits, labels, backend, grads=None, units=None, start=0):
     """The two parts of the gradient of a sum of losses, the gradient, and the tokens' units.
 
     start: columns before these, of other shards."""
+    n, columns = logits.shape
+    block = logits.new_full((n, row_stride(columns)), math.nan)
+    logits = block[:, :columns].copy_(logits)
     head = HeadLoss([CrossEntropy()], reduction="sum", options=Options(backend=backend))
     _, request = head._checked(head._given(logits, labels, None, None), None, None, None)
     merged, *_ = passes.statistics(request)
@@ -253,7 +256,7 @@ def split(logits, labels, backend, grads=None, units=None, start=0):
     request = request._replace(tensors=of_shard, facts=request.facts._replace(start=start))
     known = grads or {"log_prob": torch.full(labels.shape, -1.0, device=logits.device)}
     units = units or load_backend(backend).units_of(request, merged, known)
-    n, width = len(logits), fp8.padded(logits.shape[1])
+    width = fp8.padded(columns)
     rows = torch.empty((n, width), dtype=fp8.GRADIENT, device=logits.device)
     turned = torch.empty((width, fp8.padded(n)), dtype=fp8.GRADIENT, device=logits.device)
     out = fp8.Fp8Gradient(units.unit, rows, turned, fp8.LargeEntries.none(n, logits.device), None)

@@ -360,11 +360,13 @@ def units_of(request: Request, merged: torch.Tensor, grads: dict) -> Units:
 def split_gradient(
     out: Fp8Gradient, request: Request, merged: torch.Tensor, grads: dict, units: Units
 ):
-    """Write the gradient of logits in its two parts."""
+    """Write the gradient of logits in its two parts. Their rows are whole groups of 4 columns apart,
+    as those of a block are, so that the last one may be read to its end."""
     n_rows, facts = request.tensors.logits.shape[0], request.facts
     padded_width = out.rows.shape[1] if out.rows is not None else out.turned.shape[0]
     if 0 in (n_rows, padded_width):
         return
+    assert request.tensors.logits.stride(0) % 4 == 0
     inputs, prepared = inputs_of(request)
     shift = merged[request.layout.merged.index("shift")]
     known = units, inputs, shift, n_rows
