@@ -334,7 +334,9 @@ def test_whole_hidden_states_for_a_reduce_scatter_are_said_to_be_gathered():
 def without_a_gradient(group, device):
     """Whether statistics require one: of arguments that do not, with and without torch.no_grad."""
     shard = hl.VocabShard.from_group(group, V)
-    arguments = torch.zeros(4, H), torch.zeros(shard.width, H), torch.zeros(4).long()
+    sizes = (4, H), (shard.width, H)
+    arguments = [torch.zeros(size, device=device) for size in sizes]
+    arguments.append(torch.zeros(4, dtype=torch.long, device=device))
     found = []
     for enabled in (True, False):
         with torch.set_grad_enabled(enabled):
