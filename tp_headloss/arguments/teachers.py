@@ -15,6 +15,7 @@ from .options import NO_TRANSFORM, Transform
 
 LOGITS = TensorLine("floating point", ("..", "width"), sharded=-1)
 ENTRIES = "..", "K"
+IDS = TensorLine("int64 or int32", ENTRIES, hint=": the order is TopKTeacher(ids, log_probs)")
 MASK = TensorLine("bool", ENTRIES, hint=": pass its .bool(), or is it meant as tail_log_prob=?")
 
 
@@ -109,7 +110,7 @@ class TopKTeacher(_Tempered):
         tensor([0.1634])
     """
 
-    ids: Annotated[torch.Tensor, TensorLine("int64 or int32", ENTRIES)]
+    ids: Annotated[torch.Tensor, IDS]
     log_probs: Annotated[torch.Tensor, TensorLine("floating point", ENTRIES)]
     mask: Annotated[torch.Tensor, MASK] | None = None
     tail_log_prob: TokenValues | None = None

@@ -94,6 +94,8 @@ class Agreement:
             "call": call,
             "vocab_size": shard.vocab_size,
             "grad_enabled": torch.is_grad_enabled(),
+            # first, because ranks whose labels differ were given other batches
+            **({"labels": facts["labels"]} if "labels" in facts else {}),
             **facts,
             "families": families_wanted(facts.get("want", ())),
         }

@@ -93,7 +93,7 @@ class HeadLossDefinition(NamedTuple):
         if unknown := set(named) - set(METRICS):
             name = min(unknown)
             said = hint(name, METRICS, "metric")
-            if name in known_statistics():
+            if name in known_statistics() and not said.startswith(": write"):
                 said = f": write Metric(lambda stats: {{{name!r}: stats.{name}}}, want=({name!r},))"
             raise ValueError(f"metrics must be of {sorted(METRICS)}, got {sorted(unknown)}{said}")
         total_weight = _class_weight_of_total(terms, token_metrics)
@@ -368,7 +368,7 @@ def _function_name(function) -> str:
     """Name of a function, or of the one that a partial hands on."""
     while isinstance(function, partial):
         function = next((x for x in function.args if callable(x)), function.func)
-    return _readable(function)
+    return _readable(function).lstrip("_")
 
 
 def _readable(value) -> str:

@@ -36,6 +36,8 @@ PLACES = {
     "HeadLoss.forward": "HeadLoss(..)(.., {}=..), an argument of the call",
     "HeadLoss.linear": "HeadLoss(..).linear(.., {}=..), an argument of the call",
 }
+# classes that users make by their class methods
+MADE_BY = {"Sequences": "Sequences.from_mask(mask), .from_cu_seqlens(..) or .from_ids(..)"}
 # parameter -> the record that it takes, whose own arguments may be given in its place
 RECORDS = {
     "transform": "Transform",
@@ -140,6 +142,18 @@ WRITTEN = (
     Alias("top5_accuracy", "torchmetrics", "metric", "TopKAccuracy(5)"),
     Alias("bpb, bits_per_byte", "lm-evaluation-harness", "metric", "BitsPerByte()"),
     Alias("ppl", "many", "metric", '"perplexity"'),
+    Alias(
+        "argmax",
+        "ours",
+        "metric",
+        '"accuracy", or a Metric with want=("argmax",), whose calls have out.stats.argmax',
+    ),
+    Alias(
+        "log_probs_at",
+        "ours",
+        "metric",
+        'Metric(lambda stats, ids: {"mean_at": stats.log_probs_at.mean(-1)}, ("log_probs_at",), ("ids",))',
+    ),
     Alias("acceptance_rate, accept_rate", "SpecForge, speculators", "metric", "AcceptanceRate()"),
     Alias(
         "epsilon, epsilon_high",
@@ -340,7 +354,9 @@ def synonym(value: str, names: Collection[str]) -> str:
         return value
     for x in ALIASES:
         is_synonym = x.name == value and x.of == "value" and not x.write
-        if is_synonym and x.ours in names:
+        # names of tokens are those of a reduction, which has both
+        is_there = {"mean", "sum"} <= {*names} if x.name.startswith("token-") else x.ours in names
+        if is_synonym and is_there:
             return x.ours
     return value
 

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from .aliases import refuse_keywords
+from .aliases import MADE_BY, refuse_keywords
 
 
 class Arity(NamedTuple):
@@ -71,7 +71,9 @@ def refuse_call(
         wanted = [f"{name} ({lines[name].says})" for name in names if name in missing]
         given = [*_own(filled), *kwargs]
         got = ", ".join(given) or "no arguments"
-        raise TypeError(f"{owner} must have {', '.join(wanted)}, got {got}")
+        maker = MADE_BY.get(owner.removesuffix("()"))
+        said = "" if maker is None else f": write {maker}"
+        raise TypeError(f"{owner} must have {', '.join(wanted)}, got {got}{said}")
 
 
 def _own(names: list[str]) -> list[str]:

@@ -43,7 +43,7 @@ class TensorLine:
         sharded: the dimension that is sharded on the vocabulary; None: replicated.
         constant: it gets no gradient, so that one that requires it is an error.
         detached: it is a constant to the function, whose call detaches it.
-        hint: of the error for anything but a tensor, and for numbers in the place of a mask.
+        hint: of the error for anything but a tensor, and for numbers in the place of a mask or ids.
         trained: of the error for a constant that requires a gradient.
         per_token: of the error for a value per sequence, or one for all, which must not be expanded.
     """
@@ -102,7 +102,7 @@ class TensorLine:
         """Return what to pass in the place of a tensor of another dtype."""
         if x.dtype == torch.bool and self.kind == "int64 or int32":
             return ": ids, not a mask (torch.where(mask, labels, -100), or mask.nonzero()[:, 0])"
-        if self.kind == "bool" and x.is_floating_point() and self.hint:
+        if self.kind in ("bool", "int64 or int32") and x.is_floating_point() and self.hint:
             return self.hint
         has_cast = self.kind in CASTS and not x.is_complex()
         return f": pass its {CASTS[self.kind]}" if has_cast else ""
