@@ -139,6 +139,12 @@ def other_sequences(call):
     call.inputs = {**call.inputs, "sequences": hl.Sequences.from_ids(ids, 3, mask)}
 
 
+def other_batch(call):
+    """Labels and inputs of other tokens."""
+    call.labels = call.labels.roll(1)
+    call.inputs["advantages"] = -call.inputs["advantages"]
+
+
 def other_ids_of_sequences(call):
     ids = torch.arange(N, device=call.labels.device) // 2
     ids[[1, 2]] = ids[[2, 1]]  # as many tokens each
@@ -201,7 +207,7 @@ CASES = {
     "logits without a gradient": ("head", None, lambda c: c.rewrite(x=c.x.detach()), "ValueError", "s.requires_grad"),
     "no labels": ("statistics", None, lambda c: c.rewrite(labels=None), "ValueError", "labels"),
     "a token too few": (
-        "statistics", None, lambda c: c.rewrite(x=c.x[1:], labels=c.labels[1:]), "ValueError", "logits"),
+        "statistics", None, lambda c: c.rewrite(x=c.x[1:], labels=c.labels[1:]), "ValueError", "labels"),
     "logits of another dtype": (
         "statistics", None, lambda c: c.rewrite(x=c.x.detach().bfloat16()), "ValueError", "torch.float32 [6]"),
     "logits of another width": ("statistics", None, lambda c: c.rewrite(x=c.x[:, 1:]), "ValueError", "columns"),
@@ -232,6 +238,7 @@ CASES = {
     "an input of other values": (
         "head", shared_inputs, lambda c: c.inputs.update(advantages=-c.inputs["advantages"]),
         "ValueError", "inputs.advantages"),
+    "another batch": ("head", shared_inputs, other_batch, "ValueError", "agree on labels: rank 0"),
     "a missing input": ("head", shared_inputs, lambda c: c.inputs.pop("advantages"), "ValueError", "missing ['adv"),
     "other sequences": ("head", shared_inputs, other_sequences, "ValueError", "inputs.sequences.mask"),
     "other ids of sequences": ("head", shared_inputs, other_ids_of_sequences, "ValueError", "inputs.sequences.ids"),

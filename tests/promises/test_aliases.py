@@ -2,6 +2,7 @@
 what to write."""
 
 import inspect
+import math
 import re
 import typing
 from pathlib import Path
@@ -29,6 +30,7 @@ from tp_headloss import (
     Sequences,
     Term,
     TopKDistillation,
+    TopKTeacher,
     Transform,
     VocabShard,
     ZLoss,
@@ -79,7 +81,10 @@ def test_a_value_is_taken_or_refused_with_what_to_write(alias):
         said = f"got {alias.name!r}: write {first.write or repr(first.ours)}"
         with pytest.raises(ValueError, match=re.escape(said)):
             line.check("argument", alias.name, {})
-        assert synonym(alias.name, line.names) == (alias.name if first.write else first.ours)
+        # "token-sum" is a reduction, not the transport "sum"
+        is_other = alias.name.startswith("token-") and not {"mean", "sum"} <= {*line.names}
+        is_kept = first.write or is_other
+        assert synonym(alias.name, line.names) == (alias.name if is_kept else first.ours)
 
 
 @of_kind("term", "metric")
@@ -286,6 +291,26 @@ MESSAGES = {
             LOGITS, LABELS, inputs=dict.fromkeys((*PPO().input_names, "reference_log_prob"), LOGITS)
         ),
         "which none of them takes; a KL of weight 0, as kl=0, takes none",
+    ),
+    "sequences of a mask": (
+        lambda: Sequences(LABELS == 0),
+        "got mask: write Sequences.from_mask(mask), .from_cu_seqlens(..) or .from_ids(..)",
+    ),
+    "a teacher's log-probs as its ids": (
+        lambda: TopKTeacher(LOGITS, LABELS[..., None]),
+        "teacher.ids must be int64 or int32, got torch.float32: the order is TopKTeacher(ids, log_",
+    ),
+    "an infinite log-prob outside": (
+        lambda: TopKDistillation(1.0, "reverse_kl", "vocabulary", outside_log_prob=-math.inf),
+        "outside_log_prob must be a log-prob, at most 0 and finite, got -inf",
+    ),
+    "a reduction as a transport": (
+        lambda: Options(transport="token-sum"),
+        "transport must be one of ('auto', 'gather', 'sum', 'symm_mem'), got 'token-sum'",
+    ),
+    "ids as a metric": (
+        lambda: HeadLoss(metrics="argmax"),
+        'got [\'argmax\']: write "accuracy", or a Metric with want=("argmax",)',
     ),
     "lengths as bounds": (
         lambda: Sequences.from_cu_seqlens(torch.tensor([3, 7]), torch.ones(10, dtype=torch.bool)),

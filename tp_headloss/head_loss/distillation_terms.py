@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
-from typing import Annotated, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from .. import losses
 from ..engine.reductions import PerToken, StatisticValue
 from ..losses.distillation import TOPK_DISTILLATIONS, Support
-from ..spec import NotNegative, NumberLine, PenaltyWeight, checked
+from ..spec import LogProb, NotNegative, PenaltyWeight, checked
 from .terms import Term
 
 Divergence: TypeAlias = Literal[
@@ -106,8 +105,7 @@ def TopKDistillation(
     divergence: Literal["forward_kl", "reverse_kl", "jsd", "kl_div", "rkl"] = "forward_kl",
     support: Support = "topk",
     *,
-    outside_log_prob: Annotated[float, NumberLine(-math.inf, 0, "a log-prob, at most 0")]
-    | None = None,
+    outside_log_prob: LogProb | None = None,
     temperature_squared: bool = False,
     name: str | None = None,
 ) -> Term:

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 
 from ..spec import (
     ConstantPerToken,
-    Finite,
     Instance,
+    LogProb,
     OpenShare,
     PositiveFp32,
     Share,
@@ -167,7 +167,7 @@ def topk_reverse_kl(
     stats: VocabStatistics,
     support: Support,
     log_tail: Tail = None,
-    outside_log_prob: Finite = -100.0,
+    outside_log_prob: LogProb = -100.0,
 ) -> TokenLoss:
     """Return sum p (log p - log tau), normalised as in `topk_forward_kl`.
 

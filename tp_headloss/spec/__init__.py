@@ -81,6 +81,7 @@ PositiveFp32: TypeAlias = Annotated[
     float, NumberLine(TINY, 1 / TINY, "positive and finite in fp32")
 ]
 Finite: TypeAlias = Annotated[float, NumberLine(-1 / TINY, 1 / TINY, "finite in fp32")]
+LogProb: TypeAlias = Annotated[float, NumberLine(-1 / TINY, 0, "a log-prob, at most 0 and finite")]
 NotNegative: TypeAlias = Annotated[float, NumberLine(0, math.inf, "at least 0")]
 NotNegativeFp32: TypeAlias = Annotated[
     float, NumberLine(0, FP32_MAX, "at least 0 and finite in fp32")
