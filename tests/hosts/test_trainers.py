@@ -9,7 +9,10 @@ from cases import FULL, result, results
 OLDER, TRANSFORMERS, TORCHTITAN = "transformers-5.17.0", "transformers-5.24.0", "torchtitan-0.3.0"
 # (host, ranks) -> cases
 GRADIENTS = {
-    (TRANSFORMERS, 2): {"fused", "fused-tied", "loss_function", "PEFT", "SFT", "KTO", "RLOO"},
+    (TRANSFORMERS, 2): {
+        *("fused", "fused-tied", "loss_function", "PEFT"),
+        *("SFT", "SFT, PEFT", "DPO, PEFT", "KTO", "RLOO"),
+    },
     (TRANSFORMERS, 4): {"fused", "fused-tied", "loss_function", "evaluated", "DPO", "GRPO"},
 }
 if FULL:

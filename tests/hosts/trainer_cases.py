@@ -221,8 +221,8 @@ def reward(completions, **_):
     ]
 
 
-def trl_trainer(name, **options):
-    """A trainer of a model and, if it has one, of a reference model."""
+def trl_trainer(name, make=None, **options):
+    """A trainer of a model and, if it has one, of a reference model. make: of the model."""
     columns = {
         "SFT": [("prompt", 4), ("completion", 6)], "DPO": [("prompt", 4), ("chosen", 6), ("rejected", 5)],
         "KTO": [("prompt", 4), ("completion", 6), ("label", 0)], "GRPO": [("prompt", 4)], "RLOO": [("prompt", 4)],
@@ -230,30 +230,33 @@ def trl_trainer(name, **options):
     config = getattr(trl, f"{name}Config")(
         tempfile.gettempdir(), **OPTIONS, **TRL_OPTIONS, **options
     )
-    more = {"ref_model": model_of()} if name in ("DPO", "KTO") else {}
+    make = model_of if make is None else make
+    more = {"ref_model": model_of()} if name in ("DPO", "KTO") and make is model_of else {}
     if name in ("GRPO", "RLOO"):
         more["reward_funcs"] = reward
     return getattr(trl, f"{name}Trainer")(
-        model_of(), args=config, train_dataset=texts(*columns), processing_class=tokenizer(), **more
+        make(), args=config, train_dataset=texts(*columns), processing_class=tokenizer(), **more
     )
 
 
-def same_as_trl(group, name, **options):
+def same_as_trl(group, name, head="lm_head.weight", **options):
     theirs, trainer = trained(trl_trainer(name, **options)), trl_trainer(name, **options)
     fuse_log_probs(trainer.model)
     if getattr(trainer, "ref_model", None) is not None:
         fuse_log_probs(trainer.ref_model)
-    return errors(trained(trainer), theirs)
+    return errors(trained(trainer), theirs, head)
 
 
 # ---- PEFT
 
 
+ADAPTER = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.default.weight"
+
+
 def adapted(*modules):
+    model = model_of()
     torch.manual_seed(5)
-    return get_peft_model(
-        model_of(), LoraConfig(r=4, target_modules=modules, init_lora_weights=False)
-    )
+    return get_peft_model(model, LoraConfig(r=4, target_modules=modules, init_lora_weights=False))
 
 
 def adapters(group):
@@ -262,20 +265,17 @@ def adapters(group):
     theirs, model = transformers_run(adapted("q_proj", "v_proj")), adapted("q_proj", "v_proj")
     fuse_head(model)
     refused(lambda: fuse_head(adapted("lm_head")), "got peft.tuners.lora", TypeError)
-    return errors(
-        transformers_run(model),
-        theirs,
-        "base_model.model.model.layers.0.self_attn.q_proj.lora_B.default.weight",
-    )
+    return errors(transformers_run(model), theirs, ADAPTER)
 
 
 FUSED, GRPO = (
     partial(same_as_transformers, install=fuse_head),
     {"num_generations": 4, "max_completion_length": 4},
 )
-TRL_CASES = {2: ("SFT", "RLOO"), 4: ("DPO", "GRPO")}
+TRL_CASES = {2: ("SFT", "SFT, PEFT", "DPO, PEFT", "RLOO"), 4: ("DPO", "GRPO")}
 if FULL:
-    TRL_CASES = {2: ("SFT", "RLOO", "DPO", "GRPO"), 4: ("SFT", "DPO", "GRPO")}
+    TRL_CASES[2] += ("DPO", "GRPO")
+    TRL_CASES[4] += ("SFT",)
 CASES = {
     2: {
         "fused": FUSED,
@@ -297,8 +297,13 @@ if TRL:
     CASES[2] |= {"PEFT": adapters, "KTO": partial(same_as_trl, name="KTO"), **PRESET_CASES}
     # DPO: takes log_sum_sq_probs
     several = {"SFT": {}, "DPO": {"use_weighting": True}, "GRPO": GRPO, "RLOO": GRPO}
+    adapters_of = partial(adapted, "q_proj", "v_proj")
+    several["SFT, PEFT"] = {"name": "SFT", "make": adapters_of, "head": ADAPTER}
+    several["DPO, PEFT"] = {"name": "DPO", "make": adapters_of, "head": ADAPTER}
     for ranks, names in TRL_CASES.items():
-        CASES[ranks] |= {name: partial(same_as_trl, name=name, **several[name]) for name in names}
+        CASES[ranks] |= {
+            name: partial(same_as_trl, **{"name": name} | several[name]) for name in names
+        }
 
 
 if __name__ == "__main__":
