@@ -238,6 +238,8 @@ CASES = {
     "an input of other values": (
         "head", shared_inputs, lambda c: c.inputs.update(advantages=-c.inputs["advantages"]),
         "ValueError", "inputs.advantages"),
+    "an input that is trained": (
+        "head", shared_inputs, lambda c: c.inputs["advantages"].requires_grad_(), "ValueError", "requires_grad"),
     "another batch": ("head", shared_inputs, other_batch, "ValueError", "agree on labels: rank 0"),
     "a missing input": ("head", shared_inputs, lambda c: c.inputs.pop("advantages"), "ValueError", "missing ['adv"),
     "other sequences": ("head", shared_inputs, other_sequences, "ValueError", "inputs.sequences.mask"),

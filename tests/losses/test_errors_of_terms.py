@@ -18,6 +18,23 @@ def call(function, inputs=None, **given):
     )
 
 
+def test_a_value_of_statistics_is_no_metric_reads_no_inputs_and_is_wrapped():
+    entropy = hl.StatisticValue("entropy")
+    with pytest.raises(TypeError, match=r"write Metric\(lambda stats: {'entropy': stats.entropy}"):
+        hl.Metric(entropy)
+    with pytest.raises(TypeError, match="'a': a StatisticValue reads no inputs, got .*'margin'"):
+        hl.Term("a", entropy, inputs=("teacher", "margin"))
+    with pytest.raises(TypeError, match=r"wrap it, Term\('entropy', StatisticValue\(statistic="):
+        hl.HeadLoss([entropy])
+    with pytest.raises(TypeError, match="got StatisticValue: write 'entropy'"):
+        hl.HeadLoss(metrics=[entropy])
+
+
+def test_a_token_weight_wants_its_statistic_by_itself():
+    weighed = hl.Term("a", lambda stats: -stats.log_prob, token_weight=hl.StatisticValue("entropy"))
+    assert hl.HeadLoss(weighed).want == ("entropy",)
+
+
 WRONG = {
     "bool": lambda stats: stats.log_prob > -1,
     "int64": lambda stats: (stats.log_prob > -1).long(),

@@ -46,9 +46,9 @@ def test_head_loss_refuses_what_it_cannot_mean():
         ),
         (
             lambda: hl.HeadLoss([smoothed], metrics=hl.Metric(len, want=("total",))),
-            "no metric uses it",
+            "only one term and no metric",
         ),
-        (lambda: hl.HeadLoss([smoothed], metrics=hl.Metric(kept)), "no metric uses it"),
+        (lambda: hl.HeadLoss([smoothed], metrics=hl.Metric(kept)), "only one term and no metric"),
         (
             lambda: hl.Term("mine", len, class_weight=class_weight),
             r"weighs the statistic 'total', .* want=\(\)",

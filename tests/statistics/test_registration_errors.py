@@ -120,6 +120,22 @@ def test_what_direct_gets_to_add_to_may_be_added_to_in_place():
         pass
 
 
+@pytest.mark.parametrize("mixed", [lambda v: v - v.mean(), lambda v: v - v.max()])
+def test_a_value_that_depends_on_other_tokens_is_found(mixed):
+    def finish(self, sums, joined):
+        values, kept = Sums.finish(self, sums, joined)
+        return {name: mixed(x) for name, x in values.items()}, kept
+
+    words = "of half of the tokens (each must be computed by itself)"
+    expect_refused(family_with(finish=finish), words)
+
+
+def test_an_attribute_that_gets_no_gradient_is_refused():
+    family = family_with()
+    family.cost = torch.nn.Parameter(torch.ones(3))
+    expect_refused(family, "Own.cost gets no gradient, so it must not require one: detach it")
+
+
 @pytest.mark.parametrize("named", [(), ("own_p2",)])
 def test_a_gradient_that_gradients_does_not_name_is_found(named):
     from test_registration import Squares

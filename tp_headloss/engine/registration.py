@@ -54,7 +54,8 @@ def register_statistic(family: Annotated[Family, Instance(Family)]) -> None:
     Raises:
         TypeError: no `Family`.
         ValueError: a statistic or a row with a name that is taken, a family without methods that
-            its rows need, or methods that do not agree, with their names.
+            its rows need, an attribute that requires a gradient, or methods that do not agree, with
+            their names.
 
     Examples:
         >>> from energy_statistic import Energy  # examples/energy_statistic
@@ -62,6 +63,7 @@ def register_statistic(family: Annotated[Family, Instance(Family)]) -> None:
         >>> vocab_statistics(torch.tensor([[1.0, 2.0]]), want=("energy",)).energy
         tensor([5.])
     """
+    _check_attributes(family)
     _check_statistics(family)
     _check_rows(family)
     _check_methods(family)
@@ -73,6 +75,16 @@ def register_statistic(family: Annotated[Family, Instance(Family)]) -> None:
         _check_results(trial)
         try_family(trial)
     statistics.add_family(family)
+
+
+def _check_attributes(family: Family) -> None:
+    """Raise ValueError for an attribute that would get no gradient."""
+    for name, value in vars(family).items():
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            raise ValueError(
+                f"{type(family).__name__}.{name} gets no gradient, so it must not require one: "
+                "detach it, or let the function of a Term read it"
+            )
 
 
 def _check_statistics(family: Family) -> None:

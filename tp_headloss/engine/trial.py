@@ -125,9 +125,15 @@ class Trial:
         return {name: x for name, x in zip(layout.values, outputs[1]) if name in own}
 
     def check_sums(self) -> None:
-        """Compare values of one chunk with those of two and three, of ranks that add up, and with
-        columns of -inf."""
+        """Compare values of one chunk with those of two and three, of ranks that add up, with
+        columns of -inf, and of half of the tokens."""
         whole = self.values(self.request(LABELS))
+        for half in torch.arange(len(LOGITS)).chunk(2):
+            logits = torch.tensor(LOGITS, dtype=torch.float64)[half]
+            found = self.values(self.rows_request(logits, half, LABELS, WIDTH))
+            expected = {name: value[half] for name, value in whole.items()}
+            words = "of half of the tokens (each must be computed by itself)", "of all"
+            self.compare(found, expected, *words, ("finish", *SUMS))
         absent = self.values(self.request(LABELS, WIDTH + ABSENT, ABSENT))
         self.compare(absent, whole, "with an id more, whose logit is -inf,", "without", ("local",))
         # the third chunk has nothing but -inf

@@ -153,9 +153,18 @@ def replicated_facts(
         "inputs": inputs,
         "terms": definition.terms,
         "metrics": definition.metrics,
+        # by which a linear head chooses its way
+        "requires_grad": trained_constants(definition, token_weight, denominator, inputs),
         "token_metrics": definition.token_metrics,
         "reduction": definition.reduction,
     }
+
+
+def trained_constants(definition: HeadLossDefinition, token_weight, denominator, inputs) -> list:
+    """Names of what a loss is computed from besides statistics, and requires a gradient."""
+    given = {"token_weight": token_weight, "denominator": denominator, **(inputs or {})}
+    given |= {f"the weight of {term.name!r}": term.weight for term in definition.terms}
+    return [k for k, x in given.items() if isinstance(x, torch.Tensor) and x.requires_grad]
 
 
 def expect_labels(labels, x, token_weight):

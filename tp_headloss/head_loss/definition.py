@@ -258,8 +258,8 @@ def _class_weight_of_total(terms, metrics) -> torch.Tensor | None:
     ]
     if weighted and len(users) > 1:
         raise ValueError(
-            "class weights with smoothing weight the statistic 'total': only one term and no "
-            "metric uses it"
+            "class weights that weigh the statistic 'total', as those beside smoothing do, must be "
+            "those of all that read it: only one term and no metric"
         )
     return weighted[0] if weighted else None
 
@@ -296,7 +296,8 @@ def _expect_one_over(parts):
 def _wanted_statistics(terms, metrics, token_metrics) -> tuple[str, ...]:
     """Sorted optional statistics that terms and metrics need. ValueError for a StatisticValue of
     anything else."""
-    functions = [*(term.function for term in terms), *(METRICS[name] for name in metrics)]
+    of_terms = [f for term in terms for f in (term.function, term.token_weight)]
+    functions = [*of_terms, *(METRICS[name] for name in metrics)]
     named = {f.statistic for f in functions if isinstance(f, StatisticValue)} - {""}
     # statistics that a StatisticValue may name -> the name in want that gives it, "" where every
     # call has it
@@ -330,8 +331,11 @@ def _expect_all(name: str, given, kinds) -> tuple:
     for part in given:
         if not isinstance(part, kinds):
             said = hint(part, (), "term") if kinds is Term else ""
+            if isinstance(part, StatisticValue):
+                own = f"{part.statistic!r}"
+                said = f": wrap it, Term({own}, {part})" if kinds is Term else f": write {own}"
             # of this package
-            if callable(part) and getattr(part, "__module__", "").startswith(f"{PACKAGE}."):
+            elif callable(part) and getattr(part, "__module__", "").startswith(f"{PACKAGE}."):
                 called = getattr(part, "__name__", None)  # None: a module
                 said = (
                     f": call it, {called}(..)"

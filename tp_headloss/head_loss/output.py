@@ -28,13 +28,13 @@ class HeadLossOutput(NamedTuple):
 
     Attributes:
         loss: scalar, or [..] for reduction="none"; fp32, and float64 for float64 logits.
-        count: scalar, what the mean divides by without a ``denominator``: valid tokens (the sum of
+        count: scalar, fp32, what the mean divides by without a ``denominator``: valid tokens (the sum of
             their weights, if there are token weights), or sequences. Counts of data- and
             context-parallel ranks add up.
         terms: sum of each term's values times the reduction's token weights, without the term's own
             weight, by name.
         metrics: sum of each metric's values times the token weights, the extremum for names in
-            "max_" and "min_"; with sequences also "num_tokens", the divisor of these sums. That of
+            "max_" and "min_" (fp32 for a `Metric` of your own, whatever the logits are); with sequences also "num_tokens", the divisor of these sums. That of
             "perplexity" is the sum of log-probs, below 0; `means` makes a perplexity of it.
         stats: `VocabStatistics` of the call.
         sequence_metrics: with sequences and metrics, sum over sequences of each metric's mean, and

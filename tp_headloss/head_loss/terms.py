@@ -28,6 +28,8 @@ from ..spec import (
 )
 from ..statistics import FULL_TEACHER, OVER_SETS, TOPK_TEACHER, known_statistics
 
+# inputs that statistics are made with
+OF_STATISTICS = "teacher", "sets", "ids"
 Function: TypeAlias = Annotated[Callable[..., torch.Tensor] | StatisticValue, Callables()]
 Want: TypeAlias = Annotated[
     tuple[str, ...], Names(known_statistics), "Optional statistics that the function reads"
@@ -45,7 +47,7 @@ class Term:
             it, too.
         function: ``function(stats, **inputs) -> [..] fp32``, a loss per token; `HeadLoss` masks and
             averages. A `StatisticValue`, such as ``StatisticValue("lse", square=True)``, needs no
-            kernel of its own. To pickle a HeadLoss, use functions of a module, and
+            kernel of its own, and wants its statistic by itself. To pickle a HeadLoss, use functions of a module, and
             `functools.partial` for their constants, instead of lambdas, which all have one name
             where ``Options(validate="full")`` compares functions by name.
         weight: a tensor is read in each call, and gets no gradient: a factor that is trained
@@ -119,6 +121,13 @@ class Metric:
     inputs: InputNames = ()
 
     def __post_init__(self):
+        if isinstance(function := self.function, StatisticValue):
+            name = function.statistic
+            raise TypeError(
+                f"a Metric's function must return values by name, got {function}: write "
+                f"Metric(lambda stats: {{{name!r}: stats.{name}}}, want=({name!r},)), or of the "
+                f"named ones metrics={name!r}"
+            )
         _expect_arguments("metric", self.function, self.inputs)
 
 
@@ -305,6 +314,11 @@ def _expect_arguments(owner: str, function, inputs: tuple[str, ...]):
         for name in ("square", "negative"):
             if not isinstance(value := getattr(function, name), bool):
                 raise TypeError(f"{owner}: {name} must be True or False, got {value!r}")
+        if unread := [name for name in inputs if name not in OF_STATISTICS]:
+            raise TypeError(
+                f"{owner}: a StatisticValue reads no inputs, got inputs={inputs}: a function of "
+                f"(stats, {', '.join(unread)}) does"
+            )
         return
     try:
         # a module takes anything
