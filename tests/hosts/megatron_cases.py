@@ -613,6 +613,20 @@ def documented(group):
     return {"loss": float(scope["losses"].mean()), "removed": "_postprocess" not in model.__dict__}
 
 
+def documented_on_cpus(group):
+    """The script of the guide, in a process that has its groups already."""
+    code, scope = compile(marked_block("host", "megatron-cpu"), "docs", "exec"), {}
+    with (
+        mock.patch.object(torch.distributed, "init_process_group"),
+        mock.patch.object(parallel_state, "initialize_model_parallel"),
+        mock.patch.object(megatron_cpu, "pretend"),
+    ):
+        exec(code, scope)
+    depths_logged()  # of another number of depths than other cases have
+    grads = [x.grad for x in scope["model"].parameters()]
+    return {"loss": float(scope["losses"].mean()), "all": all(x is not None for x in grads)}
+
+
 CASES = {
     "plain": installed(), "sp": installed(sp=True), "tied": installed(tied=True),
     "sp, tied": installed(sp=True, tied=True), "bf16": installed(bf16=True), "ddp main_grad": installed(ddp=True),
@@ -627,7 +641,7 @@ CASES = {
     "ignored labels": ignored_labels, "without labels": without_labels, "refusals": refusals, "check call": check_call,
     "copies": copies, "failures": failures, "fp32 logits": fp32_logits, "HeadLoss": head_loss,
     "fusion without main_grad": fusion_without_main_grad, "mixin without names": mixin_without_names,
-    "own terms": own_terms, "documented": documented,
+    "own terms": own_terms, "documented": documented, "documented on CPUs": documented_on_cpus,
 }  # fmt: skip
 if HAS_PROCESSOR:
     CASES |= {"processor": processor, "mup": mup}

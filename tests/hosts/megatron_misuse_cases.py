@@ -2,11 +2,13 @@
 whose heads differ, and arguments of another form. `megatron_soft_target_cases` runs them."""
 
 import gc
+from unittest import mock
 
 import megatron_cases as m
 import torch
 from cases import refused
 from megatron_cases import B, S, V, batch, model_of, run
+from torch.nn.modules import module as of_torch
 
 # isort: split
 # what is above makes Megatron run on CPUs, before it is imported
@@ -15,20 +17,26 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from tp_headloss import (
+    BitsPerByte,
     CrossEntropy,
     Distillation,
     HeadLoss,
+    KLToReference,
     Linear,
+    LKLoss,
     Options,
+    PolicyGradient,
     ZLoss,
     mean_metrics,
     reduce_metrics,
 )
 from tp_headloss.integrations.megatron import MegatronHead, MegatronHeadMixin, install
 from tp_headloss.ranks.shard import has_vocab_shard
+from tp_headloss.spec.aliases import ALIASES, HEAD
 
 SMOOTHED = [CrossEntropy(label_smoothing=0.5), ZLoss(1e-3)]
 INPLACE = MegatronHead(ignore_index=-100, options=Options(inplace=True))
+SCATTERED = MegatronHead(ignore_index=-100, linear=Linear(hidden_grad="reduce_scatter"))
 TAUGHT = MegatronHead(ignore_index=-100, depth_terms=Distillation(1.0, "cross_entropy"))
 
 
@@ -221,11 +229,10 @@ def ranks_that_differ(group):
         same(lambda: install(model, head), "ranks must agree on terms")  # noqa: B023
     same(lambda: install(model, head_of(), fused=not other), "ranks must agree on fused")
     on_one = "on rank 1 of the group: "
-    scattered = head_of(linear=Linear(hidden_grad="reduce_scatter"))
     for head in (
         head_of(vocab_size=V + 1),
         INPLACE,
-        scattered,
+        SCATTERED,
         head_of(linear=Linear(main_grad=True)),
     ):
         given = head if other else head_of()
@@ -235,6 +242,9 @@ def ranks_that_differ(group):
     model.config.fp8_output_proj = other
     same(lambda: install(model, head_of()), on_one + "fp8_output_proj=True")
     model.config.fp8_output_proj = False
+    hook = model.output_layer.register_forward_hook(watching if other else gathering)
+    same(lambda: install(model, head_of()), on_one + "a fused head makes no logits")
+    hook.remove()
     if other:
         model.compute_language_model_loss = model.compute_language_model_loss
     same(lambda: install(model, head_of()), on_one + "GPTModel.compute_language_model_loss is repl")
@@ -273,6 +283,13 @@ def arguments_of_another_form(group):
     assert installed.head.linear == Linear(max_valid_tokens=B)
     torch.testing.assert_close(found, expected)
     if m.HAS_PROCESSOR:
+        wrong = lambda: run(model, output_processor=MegatronHead)  # noqa: E731
+        refused(wrong, "write output_processor=head, an object, not the class", TypeError)
+        for head, words in (
+            (INPLACE, "inplace=True) is for logits"),
+            (SCATTERED, "leave hidden_g"),
+        ):
+            refused(lambda: run(model_of(), output_processor=head), words)  # noqa: B023
         wrong = lambda: run(model, output_processor=HeadLoss())  # noqa: E731
         refused(wrong, "or a MegatronHead as the output_processor", TypeError)
         with install(model, head_of()):
@@ -281,7 +298,136 @@ def arguments_of_another_form(group):
     return {}
 
 
+KINDS = ("forward", "forward_pre", "full_backward", "full_backward_pre")
+
+
+def halved(module, args, out):
+    return out[0] * 0.5, out[1]
+
+
+def watching(*args):
+    """A hook that changes nothing."""
+
+
+def gathering(*args):
+    """A hook of Megatron's wrappers."""
+
+
+gathering.__module__ = "megatron.core.distributed"
+
+
+def with_a_head():
+    """Calls of models that have a fused head in each of the ways: {way: (model, call)}."""
+    given = {"terms": SMOOTHED}
+    ways = {"install": model_of(), "depths": model_of(mtp=True), "mixin": model_of(m.Mixed)}
+    install(ways["install"], head_of(**given))
+    install(ways["depths"], head_of(**given))
+    ways["mixin"].megatron_head = head_of(**given)
+    calls = {name: (model, lambda model=model: run(model)) for name, model in ways.items()}
+    if m.HAS_PROCESSOR:
+        model, head = model_of(), head_of(**given)
+        calls["processor"] = model, lambda: run(model, output_processor=head)
+    return calls
+
+
+def hooks_of_the_output_layer(group):
+    """A fused head has no logits for them: they are an error before and after an installation, and
+    with fused=False they see the logits."""
+    for model, call in with_a_head().values():
+        layer = model.output_layer
+        places = [getattr(layer, f"register_{kind}_hook") for kind in KINDS]
+        places += [getattr(of_torch, f"register_module_{kind}_hook") for kind in KINDS[:2]]
+        for place in places:
+            with place(watching):
+                refused(call, "an output layer without hooks, of its own or of all modules, and")
+                refused(call, "got ['watching']: remove them, or use install(model, head, fused=F")
+        layer.forward = layer.forward
+        refused(call, "got ['a forward of its own']")
+        del layer.forward
+        for kind in KINDS:
+            getattr(layer, f"register_{kind}_hook")(gathering)
+        call()
+    model = model_of()
+    model.output_layer.register_forward_hook(halved)
+    refused(lambda: install(model, head_of(terms=SMOOTHED)), "got ['halved']: remove them, or")
+    losses = model(*batch()[:3], labels=batch()[3])
+    with install(model, head_of(), fused=False):
+        torch.testing.assert_close(run(model)[0], losses.detach())
+    return {}
+
+
+def losses_that_replace_ours(group):
+    """Another loss of a model that has a fused head, or of its class, would never be called."""
+    name = "compute_language_model_loss"
+    for model, call in with_a_head().values():
+        for place in (model, type(model)):
+            with mock.patch.object(place, name, lambda *args: torch.zeros(B, S)):
+                refused(call, "would ignore another one, got ['losses_that_replace_ours.<locals>.")
+        call()
+    own = type("Own", (m.Mixed,), {name: lambda self, labels, logits: logits.sum()})
+    model = model_of(own)
+    model.megatron_head = head_of()
+    refused(lambda: run(model), "would ignore another one, got")
+    return {}
+
+
+def arguments_of_a_head(group):
+    """What a MegatronHead has no use for is refused when it is made, with what to write."""
+    for alias in ALIASES:
+        if alias.of == HEAD:
+            said = f"{alias.name!r}: write {alias.ours}"
+            refused(lambda: head_of(**{alias.name: 1.0}), said, TypeError)  # noqa: B023
+    by_inputs = {
+        "teacher": (Distillation(1.0), LKLoss()),
+        "advantages": (PolicyGradient(),),
+        "reference_log_prob": (KLToReference(0.1),),
+    }
+    for name, terms in by_inputs.items():
+        for term in terms:
+            refused(lambda: head_of(terms=term), "it passes none, got some that need [")  # noqa: B023
+            if name != "teacher":
+                refused(lambda: head_of(depth_terms=term), f"some that need ['{name}")  # noqa: B023
+    for metric in ("total_variation", "forward_kl", "set_entropy", BitsPerByte()):
+        refused(lambda: head_of(metrics=metric), "must need no inputs, because it passes none")  # noqa: B023
+        loss = HeadLoss(metrics=metric)
+        refused(lambda: MegatronHead.from_head_loss(loss), "must need no inputs")  # noqa: B023
+    for part, said in (("terms", "terms must be"), ("depth_terms", "depth_terms: terms must be")):
+        wrong = lambda value: head_of(**{part: value})  # noqa: B023, E731
+        refused(lambda: wrong("z_loss"), f"{said} Terms, got 'z_loss': write ZLoss", TypeError)  # noqa: B023
+        refused(lambda: wrong({"z_loss": 1.0}), f"{said} Terms, got dict: write a list", TypeError)  # noqa: B023
+    refused(lambda: head_of(metrics={"lse": 1}), "got dict: write a tuple of names", TypeError)
+    said = "linear must be a Linear, got str: write Linear('one_sweep')"
+    refused(lambda: head_of(linear="one_sweep"), said, TypeError)
+    return {}
+
+
+def metrics_of_depths(group):
+    """A term of weight 0 is a metric of the depths' teacher and changes no bit of a loss; a step in
+    the list of what was observed takes a depth's or the main head's."""
+    seen, losses = [], []
+    soft, logged = Distillation(1.0, "cross_entropy"), Distillation(0.0, "total_variation")
+    for terms in ([soft], [soft, logged]):
+        model = model_of(mtp=True)
+        with install(model, head_of(depth_terms=terms, metrics="lse", observe=seen.append)):
+            run(model)
+            losses.append(run(model)[0])
+    assert torch.equal(*losses) and len(seen) == 2 * 2 * 3
+    for without, out in zip(seen[:6], seen[6:]):
+        assert torch.equal(without.loss, out.loss)
+    depths, last = 2, seen[6:]
+    for d in (1, 2):
+        of_depth = mean_metrics(last[d - 1 :: depths + 1])
+        assert 0 < of_depth["loss/total_variation"] < 1
+    main = mean_metrics(last[depths :: depths + 1])
+    torch.testing.assert_close(main["loss"], losses[-1].mean().double().to(main["loss"].dtype))
+    return {}
+
+
 CASES = {
+    "arguments of a head": arguments_of_a_head,
+    "metrics of depths": metrics_of_depths,
+    "hooks of the output layer": hooks_of_the_output_layer,
+    "losses that replace ours": losses_that_replace_ours,
     "assigned heads": assigned_heads,
     "classes with the mixin": classes_with_the_mixin,
     "blocks": blocks,

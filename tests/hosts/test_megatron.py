@@ -162,6 +162,8 @@ def test_what_cannot_work_is_refused_and_what_was_installed_goes_away(version, c
 MISUSES = (
     *("classes with the mixin", "blocks", "metrics over the vocabulary's group", "observed"),
     *("terms by themselves", "ranks that differ", "arguments of another form"),
+    *("hooks of the output layer", "losses that replace ours", "arguments of a head"),
+    "metrics of depths",
 )
 
 
@@ -212,3 +214,9 @@ def test_own_terms_metrics_and_the_true_vocabulary(version, case):
 def test_the_block_of_the_readme_runs(version):
     found = result(version, "documented")
     assert found["loss"] > 0 and found["removed"]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_script_of_the_guide_runs_on_cpus(version):
+    found = result(version, "documented on CPUs")
+    assert found["loss"] > 0 and found["all"]

@@ -159,7 +159,7 @@ def test_only_comm_calls_collectives():
         "get_rank",
         "get_world_size",
     }
-    allowed["integrations.megatron.head"] = {"ProcessGroup"}
+    allowed["integrations.megatron.layer"] = {"ProcessGroup"}
     for name in ("vocab_rows", "row_dtensors", "replicas"):
         allowed[f"modules.{name}"] = {"get_process_group_ranks"}
     allowed["modules.saved_rows"] = {"get_rank", "get_world_size", "is_initialized"}

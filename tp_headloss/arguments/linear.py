@@ -95,6 +95,8 @@ class Linear:
         tensor(1.3863)
     """
 
+    of_text = ": write Linear({!r})"
+
     mode: Mode = "auto"
     budget: Annotated[int, NumberLine(1, FP32_MAX, "a positive number of bytes")] | None = None
     hidden_grad: HiddenGrad = "all_reduce"

@@ -354,6 +354,12 @@ def _expect_all(name: str, given, kinds) -> tuple:
                     f": write CrossEntropy(label_smoothing={part}) or ZLoss({part}), whose "
                     "argument it may be"
                 )
+            elif isinstance(part, dict):
+                said = (
+                    ": write a list, [CrossEntropy(), ZLoss(1e-4)]"
+                    if kinds is Term
+                    else ": write a tuple of names"
+                )
             elif isinstance(part, (set, frozenset)):
                 said = ": write a list, whose order is the same on all ranks"
             said = said or two_copies(part, Term if kinds is Term else Metric)

@@ -93,16 +93,18 @@ def evaluating(model: torch.nn.Module):
             module.training = True
 
 
-def expect_close(name: str, found: torch.Tensor, expected: torch.Tensor, compares: bool):
+def expect_close(
+    name: str, found: torch.Tensor, expected: torch.Tensor, compares: bool, hint: str = ""
+):
     """Raise RuntimeError unless a check call's result is fp32 of the host's shape and, if it
-    `compares`, close."""
+    `compares`, close; hint: what to look at, for the end of the error."""
     if found.shape != expected.shape or found.dtype != torch.float32:
         raise RuntimeError(
             f"{name} must be fp32 {list(expected.shape)}, got {found.dtype} {list(found.shape)}"
         )
     if compares and not torch.allclose(found, expected.float(), rtol=2e-2, atol=2e-2):
         raise RuntimeError(
-            f"{name} differs from the host's own by {float((found - expected).abs().max()):.3g}"
+            f"{name} differs from the host's own by {float((found - expected).abs().max()):.3g}{hint}"
         )
 
 

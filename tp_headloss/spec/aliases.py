@@ -24,6 +24,7 @@ KLS = "beta, kl_loss_coef, kl_coef, kl_coeff"
 BONUSES = "entropy_coeff, entropy_coef"
 # which no user writes: a host that calls gives them beside others
 HOSTS = ("output_layer",)
+HEAD = "MegatronHead"
 MASKS = "mask, loss_mask, response_mask, completion_mask, attention_mask"
 SETS = "kept_ids, sampling_mask"
 RECORDS_OF_TEACHERS = "Teacher, TopKTeacher, TeacherHead"
@@ -216,7 +217,8 @@ WRITTEN = (
         "temperature, T",
         "many",
         TEACHERS,
-        "Teacher(logits, temperature=T), and temperature_squared=True for T^2",
+        "Teacher(logits, temperature=T), and temperature_squared=True for T^2; the main head as the "
+        "teacher of Megatron's depths has T = 1",
     ),
     Alias("T", "Hinton", f"{RECORDS_OF_TEACHERS}, Transform", "temperature=T"),
     Alias("beta, student_temperature", "ours", "Distillation", "Teacher(logits, {}=..)"),
@@ -316,6 +318,24 @@ WRITTEN = (
         f"HeadLoss, {CALLS}",
         "shard=VocabShard.from_group(group, vocab_size), of the call",
     ),
+    Alias("label_smoothing", "torch", HEAD, "terms=CrossEntropy(label_smoothing=0.1)"),
+    Alias("z_loss, lse_square_scale", "Megatron", HEAD, "terms=[CrossEntropy(), ZLoss(1e-4)]"),
+    Alias(BONUSES, "verl, many", HEAD, "terms=[CrossEntropy(), Entropy({})]"),
+    Alias(
+        "reduction, denominator, token_weight",
+        "torch, ours",
+        HEAD,
+        "nothing, because Megatron averages the losses itself, by its loss_mask",
+    ),
+    Alias("shard, group, process_group", "ours, torch", HEAD, "nothing, because the layer has it"),
+    Alias(
+        "transform, temperature, softcap",
+        "ours, many",
+        HEAD,
+        "nothing, because only logits have them: HeadLoss(..)(logits, labels, transform=..)",
+    ),
+    Alias("inputs", "ours", HEAD, "nothing, because Megatron's call passes none"),
+    Alias("output_layer", "Megatron", HEAD, "output_processor=head, an object, not the class"),
     Alias("gamma", "the paper, TRL", "simpo", "margin=gamma"),
     Alias(
         "sequence_parallel",

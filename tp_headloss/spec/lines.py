@@ -154,8 +154,8 @@ class Instance:
     """An object of a class.
 
     One that has `tokens_like` must be of the same tokens [..] as other arguments. A class may have
-    a `remedy`, for errors about misplaced objects of it, and an `of_tensor`, for a tensor in its
-    place. An `of_tokens` is for one of as many tokens in another shape.
+    a `remedy`, for errors about misplaced objects of it, and an `of_tensor` and `of_text`, for a
+    tensor and a string in its place. An `of_tokens` is for one of as many tokens in another shape.
 
     Args:
         fields: those that must not be None, which the object's own `expect` looks at.
@@ -174,6 +174,8 @@ class Instance:
         """Raise TypeError unless the value is such an object, ValueError if it has other tokens."""
         if not isinstance(value, self.kind):
             said = getattr(self.kind, "of_tensor", "") if isinstance(value, torch.Tensor) else ""
+            if isinstance(value, str):
+                said = getattr(self.kind, "of_text", "").format(value)
             said = said or two_copies(value, self.kind)
             raise TypeError(
                 f"{name} must be {with_article(self.kind.__name__)}, got {type_name(value)}{said}"

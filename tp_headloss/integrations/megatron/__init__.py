@@ -11,8 +11,9 @@ reduce-scatter under sequence parallelism. With fused=False only `compute_langua
 any LanguageModule. Losses of multi-token prediction take the same path.
 """
 
-from .head import IGNORED_LABEL, REFUSED_OPTIONS, MegatronHead
+from .head import IGNORED_LABEL, MegatronHead
 from .installation import Installed, install
+from .layer import REFUSED_OPTIONS
 from .postprocess import MegatronHeadMixin
 
 __all__ = [

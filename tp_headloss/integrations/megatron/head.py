@@ -7,26 +7,26 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ...arguments.linear import Mode
-from ...arguments.options import Options, Transform
+from ...arguments.options import Options
 from ...arguments.teachers import TeacherHead
 from ...head_loss import CrossEntropy, HeadLoss, HeadLossOutput, Metric
 from ...head_loss.output import Observed
 from ...head_loss.terms import Metrics, Terms
 from ...linear_head import Linear
-from ...ranks.comm import HiddenGrad
 from ...ranks.shard import VocabShard
 from ...spec import LABELS, TOKEN_WEIGHT, AnyOf, Instance, Size, checked, sizes_of
 from .. import require
-from ..replacement import replaced
+from .layer import (
+    computing_instead,
+    layer_shard,
+    linear_options,
+    logits_transform,
+    refuse_options,
+    refuse_other_loss,
+)
 
-# options of a config that change what the output layer computes -> why the fused head lacks them
-REFUSED_OPTIONS = {
-    "defer_embedding_wgrad_compute": "dW is computed in the backward",
-    "fp8_output_proj": "logits are computed in the type of the weight; fused=False keeps Megatron's MXFP8 output layer",
-}
 # if ignore_index is None, every label outside of the vocabulary becomes this ignored label
 IGNORED_LABEL = -100
 
@@ -44,17 +44,23 @@ class MegatronHead(Observed):
         ignore_index: label whose tokens have loss 0 and no gradient; any other label outside of the
             vocabulary gives NaN. With None, as in Megatron, the caller's loss mask decides which
             tokens count: labels outside of the vocabulary have loss 0 and no gradient (in Megatron
-            lse - max, no cross-entropy: the mask must be 0 there).
+            lse - max, no cross-entropy: the mask must be 0 there). Losses of depths of multi-token
+            prediction are averaged by Megatron, which counts the tokens of the model's loss_mask,
+            without one all of them, also those that are ignored here: give the call
+            ``loss_mask=(labels != -100).float()``.
         terms: as in `HeadLoss`; the default term is cross-entropy.
         metrics: as in `HeadLoss`. Sums and means are over tokens whose label is not ignored, since
             Megatron applies its loss mask later; in one sweep, which knows the mask, they are
-            weighted by it.
+            weighted by it. Those of teachers, sets and other inputs are a ValueError: a
+            MegatronHead passes no inputs. Of the depths' teacher, a term in `depth_terms` of weight
+            0 is a metric: ``Distillation(0.0, "total_variation")``, whose sum `observe` gets in
+            ``terms``.
         compile: as in `HeadLoss`.
         depth_terms: one `Term`, or a list, of the depths of multi-token prediction; None: `terms`.
             The input "teacher" of such a term is the main head itself, detached, where it predicts
             the same token, so that ``Distillation(1.0, "cross_entropy")`` makes its distribution
-            the depths' soft targets, and no logits exist. It needs `install` or
-            `MegatronHeadMixin`, and fused=True.
+            the depths' soft targets, and no logits exist. Its temperature is 1. It needs `install`
+            or `MegatronHeadMixin`, and fused=True.
         vocab_size: number of ids of the tokenizer, not the padded number that Megatron calls
             vocab_size. Rows beyond it are padding and do not enter the softmax. None, or the padded
             number: all rows do, as in Megatron.
@@ -69,7 +75,9 @@ class MegatronHead(Observed):
         observe: function that is called with the `HeadLossOutput` of each call, without graph and
             statistics. With multi-token prediction a forward makes 1 + D calls in Megatron's order:
             depths 1 to D, then the main head. The last d tokens of depth d, for which Megatron has
-            no label, count in its metrics with the label 0.
+            no label, count in its metrics with the label 0. `mean_metrics` of all of them would mix
+            depths and main head: for the main head's, take ``seen[D::D + 1]`` of a list `seen`, and
+            ``seen[d - 1::D + 1]`` for those of depth d.
 
     Arguments are looked at when a head is made; for others make another one.
 
@@ -119,11 +127,27 @@ class MegatronHead(Observed):
         self.summed_loss = HeadLoss(terms, reduction="sum", **parts)
         self.depth_terms = depth_terms
         depth_terms = terms if depth_terms is None else depth_terms
-        self.depth_loss = HeadLoss(depth_terms, reduction="none", **parts)
+        try:
+            self.depth_loss = HeadLoss(depth_terms, reduction="none", **parts)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"depth_terms: {error}") from None
+        self._expect_no_inputs()
         self.learns_from_main_head = "teacher" in self.depth_loss.input_names
         parts["metrics"] = (*self.head_loss.metrics, Metric(_no_metrics, want=("argmax",)))
         self.counted_depth_loss = HeadLoss(depth_terms, reduction="none", **parts)
         self.observe = observe
+
+    def _expect_no_inputs(self):
+        """Raise ValueError for terms and metrics that need more than Megatron's call hands on."""
+        inputs = self.head_loss.input_names or self.depth_loss.input_names - {"teacher"}
+        if inputs:
+            raise ValueError(
+                "terms and metrics of a MegatronHead must need no inputs, because it passes none, "
+                f"got some that need {sorted(inputs)}: with inputs, write HeadLoss(..)(logits, "
+                "labels, shard=.., inputs=..), of the model's logits without labels; the main head "
+                "as the depths' teacher is for depth_terms alone, where a term of weight 0 is a "
+                'metric, Distillation(0.0, "total_variation")'
+            )
 
     @classmethod
     @checked
@@ -131,8 +155,9 @@ class MegatronHead(Observed):
         """Return a MegatronHead with the terms, metrics, ignore_index, options and compile of a
         HeadLoss.
 
-        TypeError for anything else, ValueError for a reduction other than "mean" and "none":
-        Megatron averages the losses itself, by its loss mask.
+        TypeError for anything else, ValueError for a reduction other than "mean" and "none"
+        (Megatron averages the losses itself, by its loss mask), and for terms and metrics that need
+        inputs.
         """
         if head_loss.reduction not in ("mean", "none"):
             raise ValueError(
@@ -214,14 +239,16 @@ class MegatronHead(Observed):
                 "output_processor: use install(model, head), or MegatronHeadMixin, with a model "
                 "that has mtp_num_layers"
             )
+        self.refuse_unused(config, fused=True)
+        if (loss := rest.get("compute_language_model_loss")) is not None:  # of newer versions
+            refuse_other_loss(loss)
 
         def forward(hidden, weight=None, runtime_gather_output=None):
             return self.losses_from_hidden(
                 hidden, weight, output_layer, labels, config, rest.get("loss_mask")
             ), None
 
-        # through the module, because hooks on it gather its parameters
-        with replaced(output_layer, forward=forward):
+        with computing_instead(output_layer, forward):
             return output_layer(hidden_states, weight=output_weight)[0]
 
     def losses_from_hidden(
@@ -369,67 +396,3 @@ def megatron_head(name: str, head, optional: bool = False) -> MegatronHead | Non
     """
     AnyOf((Instance(MegatronHead), Instance(HeadLoss)), optional).check(name, head, {})
     return MegatronHead.from_head_loss(head) if isinstance(head, HeadLoss) else head
-
-
-def layer_shard(group, width: int, vocab_size: int | None) -> VocabShard:
-    """Return this rank's shard of an output layer of `width` rows a rank; those at or beyond
-    vocab_size are padding."""
-    if not isinstance(group, dist.ProcessGroup):
-        raise ValueError(f"the output layer must know its tensor-parallel group, got {group!r}")
-    padded = width * group.size()
-    if vocab_size is not None and vocab_size > padded:
-        raise ValueError(
-            f"vocab_size must be at most the {padded} rows of the output layer, got {vocab_size}"
-        )
-    return VocabShard.from_group(group, padded if vocab_size is None else vocab_size, padded)
-
-
-def linear_options(linear: Linear, layer, weight: torch.Tensor, mode: Mode) -> Linear:
-    """Return `Linear` options that reduce dH and store dW as the output layer would."""
-    partial = (
-        layer.tp_group.size() > 1 and not layer.sequence_parallel and not layer.allreduce_dgrad
-    )
-    how: HiddenGrad = (
-        "reduce_scatter" if layer.sequence_parallel else "none" if partial else "all_reduce"
-    )
-    # dW goes to an fp32 main_grad if it can be added there; otherwise it is returned, and DDP's
-    # hook adds it
-    fused = layer.gradient_accumulation_fusion and weight.requires_grad and torch.is_grad_enabled()
-    main_grad = (
-        fused and getattr(getattr(weight, "main_grad", None), "dtype", None) == torch.float32
-    )
-    return replace(linear, mode=mode, hidden_grad=how, main_grad=main_grad)
-
-
-def logits_transform(config, temperature: float | torch.Tensor = 1.0) -> Transform:
-    """Return the transform that a TransformerConfig asks for: the scale of MuP or none, then a
-    temperature."""
-    scale = config.mup_output_mult if getattr(config, "use_mup", False) else 1.0
-    return Transform(scale=scale, temperature=temperature)
-
-
-def refuse_options(config, layer):
-    """Raise ValueError or TypeError for whatever makes the output layer compute something else than
-    the fused head."""
-    from megatron.core.tensor_parallel import ColumnParallelLinear
-
-    for name, reason in REFUSED_OPTIONS.items():
-        if getattr(config, name, False):
-            raise ValueError(f"{name}=True is not supported: {reason}")
-    if type(layer).forward is not ColumnParallelLinear.forward:
-        raise TypeError(
-            "the output layer must be Megatron's ColumnParallelLinear without a forward of its "
-            f"own, got {type(layer).__name__}: use fused=False, which calls it"
-        )
-    dtype = getattr(layer, "output_dtype", None)  # of newer versions
-    if dtype not in (None, config.params_dtype):
-        raise ValueError(
-            "the output layer's output_dtype (--output-logit-dtype) must be the model's "
-            f"{config.params_dtype}, got {dtype}: use fused=False, which keeps the logits of that "
-            "type"
-        )
-    if getattr(layer, "gtp_remat_size", 1) > 1:
-        raise ValueError(
-            "the output layer's weight must be sharded over its tensor-parallel group alone, got "
-            f"gtp_remat_size={layer.gtp_remat_size}: use fused=False"
-        )

@@ -18,8 +18,10 @@ from ...head_loss import HeadLoss
 from ...ranks.shard import VocabShard
 from ...spec import AnyOf, CheckedBy, Instance, checked
 from .. import require
+from ..hooks import is_from
 from ..replacement import Replacement, evaluating, expect_close, replaced
-from .head import MegatronHead, layer_shard, megatron_head, refuse_options
+from .head import MegatronHead, megatron_head
+from .layer import LOSSES_OF, layer_shard, refuse_ignored, refuse_options
 from .postprocess import postprocess
 
 # heads that differ between ranks would make them wait for each other, or lose the loss silently
@@ -70,7 +72,12 @@ def install(
     the names), and all raise if one of them has other settings or an error. A check call with random hidden states
     follows: the losses must come from the head and have the right shape, and, if the head computes
     what the model does (no terms of its own, no vocab_size), be equal to the model's own losses.
-    After an error the model is as it was before.
+    After an error the model is as it was before. A fused head makes no logits: hooks of the output
+    layer (a softcap, a scale), those that torch runs for all modules
+    (register_module_forward_hook), a forward put into the layer and another
+    compute_language_model_loss are a ValueError, here and in later calls with labels. Hooks of
+    Megatron, Transformer Engine, torch.distributed and torch.utils, which gather parameters or
+    count, may be there. With fused=False the layer and its hooks run as ever.
 
     Args:
         model: GPTModel or HybridModel, or with fused=False any LanguageModule; wrappers such as DDP
@@ -84,7 +91,8 @@ def install(
         ValueError: the model has no output layer (it is not the last chunk of the last pipeline
             stage), its loss is replaced already, its output layer gathers logits
             (parallel_output=False), its config asks that layer for something that the head does not
-            do, or ranks have other heads.
+            do, a fused head would ignore hooks or a forward of that layer, or ranks have other
+            heads.
         RuntimeError: the check failed.
     """
     require("megatron-core")
@@ -185,6 +193,7 @@ def _refuse_layer(model, fused: bool):
         )
     if fused:
         refuse_options(model.config, layer)
+        refuse_ignored(layer)
 
 
 def _fused_classes() -> tuple[type, ...]:
@@ -211,7 +220,7 @@ def _refuse_replaced(model, entry):
         if (
             name in model.__dict__
             or getattr(type(model), name) is not own
-            or not _comes_with_megatron(own)
+            or not is_from(own, *LOSSES_OF)
         ):
             raise ValueError(
                 f"{type(model).__name__}.{name} is replaced already: one at a time; remove that "
@@ -221,19 +230,10 @@ def _refuse_replaced(model, entry):
     losses = {name: getattr(functions, name, None) for name in names}
     losses["vocab_parallel_cross_entropy"] = functions.tensor_parallel.vocab_parallel_cross_entropy
     for name, function in losses.items():
-        if function is not None and not _comes_with_megatron(function):
+        if function is not None and not is_from(function, *LOSSES_OF):
             raise ValueError(
                 f"{function.__module__} has replaced Megatron's {name}: remove that first"
             )
-
-
-def _comes_with_megatron(function) -> bool:
-    """True for functions of Megatron and the libraries that it calls."""
-    return (getattr(function, "__module__", None) or "").split(".")[0] in (
-        "megatron",
-        "transformer_engine",
-        "torch",
-    )
 
 
 def _check_call(model, head, fused) -> torch.Tensor:
@@ -276,4 +276,10 @@ def _compare(losses, stock_losses, head, calls_before):
         raise RuntimeError(
             "the check call did not come through the head: this model computes its loss elsewhere"
         )
-    expect_close("the loss of the check call", losses, stock_losses, head.computes_megatron_loss)
+    hint = (
+        ": look for what changes this model's logits or loss, such as a patched "
+        "ColumnParallelLinear, _scale_logits or cross-entropy of Megatron, and undo it or write it "
+        "as terms="
+    )
+    compares = head.computes_megatron_loss
+    expect_close("the loss of the check call", losses, stock_losses, compares, hint)

@@ -12,6 +12,7 @@ import torch
 
 from ..replacement import replaced
 from .head import MegatronHead, megatron_head
+from .layer import computing_instead, refuse_other_loss
 from .soft_targets import main_states_of
 
 if TYPE_CHECKING:
@@ -28,8 +29,13 @@ class MegatronHeadMixin(GPTModel):
     without `install`.
 
     Set ``model.megatron_head`` to a `MegatronHead`, or to a `HeadLoss`, of which one is made. While
-    it is None, the model is Megatron's own. No check call follows, and ranks do not compare their
-    heads.
+    it is None, the model is Megatron's own. Set it on the model itself, before it is wrapped: on a
+    wrapper (DistributedDataParallel, Float16Module) it is an attribute that nobody reads, and the
+    model trains with Megatron's own loss, silently. `install` sees through wrappers, but takes
+    classes without this mixin. No check call follows, and ranks do not compare their heads.
+
+    A call with labels raises ValueError for hooks or a forward of the output layer, and for another
+    compute_language_model_loss, all of which the fused head would ignore.
 
     Raises:
         TypeError: of the class statement, if the mixin stands behind GPTModel, whose methods would
@@ -102,6 +108,7 @@ def postprocess(model, head: MegatronHead | None, original, *, labels=None, **re
     infers = rest.get("inference_context") is not None and not model.training
     if head is None or labels is None or infers or not model.post_process:
         return original(**rest)
+    refuse_other_loss(model.compute_language_model_loss, type(model).compute_language_model_loss)
     has_hook = "output_processor" in inspect.signature(original).parameters
     if has_hook and rest.get("output_processor") is not None:
         raise ValueError(
@@ -173,9 +180,8 @@ class TakenHidden:
 
 @contextmanager
 def hidden_in_place_of_logits(model, **methods):
-    """Make the output layer return its input for the duration of the block -> `TakenHidden`. The
-    layer is still called as a module, because hooks on it gather its parameters; methods: more
-    methods of the model to replace."""
+    """Make the output layer return its input for the duration of the block -> `TakenHidden`, as
+    `computing_instead` does; methods: more methods of the model to replace."""
     taken = TakenHidden()
 
     def forward(hidden, weight=None, runtime_gather_output=None):
@@ -184,5 +190,5 @@ def hidden_in_place_of_logits(model, **methods):
 
     # Megatron would scale hidden states as it scales logits: the head's transform does that
     methods |= {"_scale_logits": lambda hidden: hidden}
-    with replaced(model.output_layer, forward=forward), replaced(model, **methods):
+    with computing_instead(model.output_layer, forward), replaced(model, **methods):
         yield taken

@@ -18,6 +18,7 @@ from ...arguments.options import Options, Transform
 from ...call.agreement import Agreement
 from ...call.subclasses import is_dtensor
 from ...ranks.shard import VocabShard
+from ..hooks import hooks_of, is_from, names_of
 from ..replacement import Replacement, evaluating, replaced
 from . import copies
 from .forward import FUSED, location, stock_forward
@@ -193,23 +194,8 @@ def _heeded_by_stock(model) -> tuple[Transform, set]:
     # accelerate's hooks replace it as well, and have an error of their own
     is_replaced = vars(layer).get("forward") is not None and not hasattr(layer, "_hf_hook")
     own: set = {"a forward of its own"} if is_replaced else set()
-    own |= {i for i, hook in _hooks(layer).items() if not _is_from(hook, "torch.distributed")}
+    own |= {i for i, hook in hooks_of(layer).items() if not is_from(hook, "torch.distributed")}
     return config_transform(model.config.get_text_config()), own
-
-
-def _hooks(layer) -> dict[int, Any]:
-    """Return a module's hooks by their ids."""
-    return {
-        **layer._forward_pre_hooks,
-        **layer._forward_hooks,
-        **layer._backward_pre_hooks,
-        **layer._backward_hooks,
-    }
-
-
-def _is_from(hook, *packages: str) -> bool:
-    """Return True if a hook is a function of one of these packages."""
-    return f"{hook.__module__}.".startswith(tuple(f"{package}." for package in packages))
 
 
 def _expect_no_hooks(layer):
@@ -218,14 +204,13 @@ def _expect_no_hooks(layer):
     have been compared, those of DeepSpeed have an error of their own."""
     others = [
         hook
-        for hook in _hooks(layer).values()
-        if not _is_from(hook, "torch.distributed", "transformers", "deepspeed")
+        for hook in hooks_of(layer).values()
+        if not is_from(hook, "torch.distributed", "transformers", "deepspeed")
     ]
     if others:
-        names = sorted({getattr(hook, "__qualname__", type(hook).__qualname__) for hook in others})
         raise ValueError(
             "a fused head reads the weight of the output layer and does not call the layer, so it "
-            f"needs one without hooks, got {names}: remove them (torch.nn.utils.prune.remove, "
+            f"needs one without hooks, got {names_of(others)}: remove them (torch.nn.utils.prune.remove, "
             "remove_weight_norm and remove_spectral_norm keep the weight), or take causal_lm_loss"
         )
 

@@ -20,7 +20,7 @@ from ...arguments.options import Options
 from ...linear_head import Linear
 from ...spec import Size, checked
 from .. import require
-from ..megatron.head import layer_shard, logits_transform, refuse_options
+from ..megatron.layer import layer_shard, logits_transform, refuse_options
 from ..megatron.postprocess import TakenHidden, hidden_in_place_of_logits
 from ..replacement import Replacement, expect_close, replaced
 from .functions import IGNORED_LABEL, LOWEST_TEMPERATURE

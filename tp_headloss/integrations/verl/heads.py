@@ -13,7 +13,7 @@ from ...linear_head import Linear, linear_vocab_statistics
 from ...ranks.shard import VocabShard
 from ...search.topk import topk_log_probs
 from ...statistics import VocabStatistics
-from ..megatron.head import layer_shard, linear_options, logits_transform, refuse_options
+from ..megatron.layer import layer_shard, linear_options, logits_transform, refuse_options
 from ..token_counts import agreed_count
 from .functions import IGNORED_LABEL
 
