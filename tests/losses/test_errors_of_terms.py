@@ -22,7 +22,7 @@ def test_a_value_of_statistics_is_no_metric_reads_no_inputs_and_is_wrapped():
     entropy = hl.StatisticValue("entropy")
     with pytest.raises(TypeError, match=r"write Metric\(lambda stats: {'entropy': stats.entropy}"):
         hl.Metric(entropy)
-    with pytest.raises(TypeError, match="'a': a StatisticValue reads no inputs, got .*'margin'"):
+    with pytest.raises(TypeError, match=r"'a': a StatisticValue reads no inputs, got .*'margin'"):
         hl.Term("a", entropy, inputs=("teacher", "margin"))
     with pytest.raises(TypeError, match=r"wrap it, Term\('entropy', StatisticValue\(statistic="):
         hl.HeadLoss([entropy])

@@ -297,18 +297,21 @@ def test_perplexity_bits_per_byte_and_topk_accuracy_are_those_of_all_tokens():
     torch.testing.assert_close(found["bits_per_byte"], bits, rtol=1e-6, atol=0)
 
 
-def refused_group(group, device):
+def refused_group(group, device, is_other):
+    """is_other: the means are over another group of the same ranks."""
+    others = torch.distributed.new_group() if is_other else group
     shard = hl.VocabShard.from_group(group, V)
     x, labels = (part.to(device) for part in batches())
     out = HEAD(x[..., shard.start : shard.stop], labels, shard=shard)
     try:
-        hl.mean_metrics(out, group)
+        hl.mean_metrics(out, others)
     except ValueError as error:
         return str(error)
 
 
-def test_the_group_of_the_vocabulary_is_refused():
-    for message in on_ranks(2, refused_group):
+@pytest.mark.parametrize("is_other", [False, True])
+def test_the_group_of_the_vocabulary_is_refused(is_other):
+    for message in on_ranks(2, refused_group, is_other):
         assert "got the group of a VocabShard" in message
 
 

@@ -28,14 +28,15 @@ class HeadLossOutput(NamedTuple):
 
     Attributes:
         loss: scalar, or [..] for reduction="none"; fp32, and float64 for float64 logits.
-        count: scalar, fp32, what the mean divides by without a ``denominator``: valid tokens (the sum of
-            their weights, if there are token weights), or sequences. Counts of data- and
+        count: scalar, fp32, what the mean divides by without a ``denominator``: valid tokens (the
+            sum of their weights, if there are token weights), or sequences. Counts of data- and
             context-parallel ranks add up.
         terms: sum of each term's values times the reduction's token weights, without the term's own
             weight, by name.
         metrics: sum of each metric's values times the token weights, the extremum for names in
-            "max_" and "min_" (fp32 for a `Metric` of your own, whatever the logits are); with sequences also "num_tokens", the divisor of these sums. That of
-            "perplexity" is the sum of log-probs, below 0; `means` makes a perplexity of it.
+            "max_" and "min_"; of a `Metric` of your own fp32, whatever the logits are. With
+            sequences also "num_tokens", the divisor of these sums. That of "perplexity" is the sum
+            of log-probs, below 0; `means` makes a perplexity of it.
         stats: `VocabStatistics` of the call.
         sequence_metrics: with sequences and metrics, sum over sequences of each metric's mean, and
             "num_sequences".
@@ -79,9 +80,12 @@ class HeadLossOutput(NamedTuple):
         # torch.compile looks at one that holds no tensors, or no fields
         if torch.compiler.is_compiling() or name.startswith("__") or not len(self):
             raise AttributeError(name)
-        is_mean = name in self.metrics or name in self.terms
-        key = name if is_mean and name in self.metrics else f"loss/{name}"
-        said = f"write out.means()[{key!r}]" if is_mean else "its loss is the tensor out.loss"
+        said = "its loss is the tensor out.loss"
+        if name in self.metrics or name in self.terms:
+            key = name if name in self.metrics else f"loss/{name}"
+            said = f"write out.means()[{key!r}]"
+        elif name in VocabStatistics._fields:
+            said = f"write out.stats.{name}"
         raise AttributeError(f"a HeadLossOutput has no {name!r}: {said}")
 
     # arithmetic of a tuple is something else, which type checkers and users would take this for

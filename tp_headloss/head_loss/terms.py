@@ -151,7 +151,8 @@ METRICS: dict[str, StatisticValue] = {  # name -> the per-token value that is su
 
 @checked
 def TopKAccuracy(k: Size = 5) -> Metric:
-    """Share of tokens whose label is among the k largest logits, as "top5_accuracy" for k = 5.
+    """Share of tokens whose label is among the k largest logits, as "top5_accuracy" for k = 5. A
+    label outside of the vocabulary, whose loss is NaN, counts as none of them.
 
     Examples:
         >>> out = HeadLoss(metrics=TopKAccuracy(2))(
@@ -169,7 +170,9 @@ def BitsPerByte() -> Metric:
 
     Input: "num_bytes", those of each label's text, in the labels' shape; with
     ``Options(check=True)`` negative ones, and nothing but 0, are a ValueError. Bytes of a whole
-    document are no such input: divide its sum of log-probs.
+    document are no such input: divide its sum of log-probs. `mean_metrics` divides the sum of bits
+    by that of the bytes, which is the metric "count/bits_per_byte"; where you divide sums by
+    yourself (`reduce_metrics`, sequence_metrics), divide by that one, not by the count.
 
     Examples:
         >>> inputs = {"num_bytes": torch.tensor([4, 2])}

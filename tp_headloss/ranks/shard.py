@@ -35,11 +35,21 @@ _shared_shards: weakref.WeakValueDictionary[int, VocabShard] = weakref.WeakValue
 
 @constant_for_compile
 def has_vocab_shard(group_name: str) -> bool:
-    """Return True if a VocabShard of this process group exists."""
+    """Return True if a VocabShard of this process group exists, or of another group of the same
+    ranks, several of them."""
     group = resolve_process_group(group_name)
+    ranks = {*dist.get_process_group_ranks(group)}
+
+    def has_same_ranks(shard: VocabShard) -> bool:
+        if shard.group is group:
+            return True
+        is_known = len(ranks) == shard.world_size > 1 and is_live_group(
+            shard.group, shard.group_name
+        )
+        return is_known and ranks == {*dist.get_process_group_ranks(shard.group)}
 
     def found():
-        return any(shard.group is group for shard in list(_shared_shards.values()))
+        return any(map(has_same_ranks, list(_shared_shards.values())))
 
     if found():
         gc.collect()  # a shard that only a reference cycle holds does not count

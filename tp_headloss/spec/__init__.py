@@ -43,7 +43,10 @@ TOKEN_WEIGHT = TensorLine("real numbers or bool")
 TENSOR = TensorLine("real numbers or bool", None)
 TOKENS = TensorLine("floating point")
 PER_TOKEN = TensorLine("real numbers", broadcasts=True)
-EACH_TOKEN = TensorLine("real numbers")  # which does not broadcast
+# which does not broadcast
+EACH_TOKEN = TensorLine(
+    "real numbers", per_token=": a number for each label, table[labels.clamp(min=0)]"
+)
 NOT_SUMS = ": log-probs are per token, not summed over a sequence"
 LOG_PROBS = TensorLine("floating point", per_token=NOT_SUMS)
 CONSTANT_LOG_PROBS = TensorLine("floating point", detached=True, per_token=NOT_SUMS)

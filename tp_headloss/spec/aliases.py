@@ -25,7 +25,11 @@ BONUSES = "entropy_coeff, entropy_coef"
 # which no user writes: a host that calls gives them beside others
 HOSTS = ("output_layer",)
 HEAD = "MegatronHead"
-MASKS = "mask, loss_mask, response_mask, completion_mask, attention_mask"
+MASKS = "mask, loss_mask, response_mask, completion_mask"
+OF_LABELS = (
+    "labels of -100 where the label's own mask is 0, which is shifted as the label is: "
+    "labels.masked_fill(F.pad(attention_mask[:, 1:], (0, 1)) == 0, -100)"
+)
 SETS = "kept_ids, sampling_mask"
 RECORDS_OF_TEACHERS = "Teacher, TopKTeacher, TeacherHead"
 
@@ -275,6 +279,8 @@ WRITTEN = (
     ),
     Alias(MASKS, "verl, TRL, Megatron, Transformers", "input", MASK),
     Alias(MASKS, "verl, TRL, Megatron, Transformers", LOSSES, MASK),
+    Alias("attention_mask", "Transformers", "input", OF_LABELS),
+    Alias("attention_mask", "Transformers", LOSSES, OF_LABELS),
     Alias(
         "output_layer",
         "Megatron",
