@@ -229,7 +229,11 @@ CASES = {
         "statistics", None, lambda c: bounds(c.shard.start + 1, V)(c), "ValueError", "cover [0, 128) once"),
     "bounds of its own": ("statistics", None, lambda c: bounds(c.shard.start, V)(c), "ValueError", "alike"),
     "another term's weight": ("head", None, lambda c: c.rewrite(terms=[hl.CrossEntropy(0.5)]), "ValueError", "weight"),
-    "another term": ("head", None, lambda c: c.rewrite(terms=[hl.Entropy(1.0)]), "ValueError", "terms.0.name"),
+    "another term": (
+        "head", None, lambda c: c.rewrite(terms=[hl.Entropy(1.0)]), "ValueError", "terms: rank 0 of the group has ['"),
+    "one more term": (
+        "head", None, lambda c: c.rewrite(terms=[hl.CrossEntropy(), hl.ZLoss(1e-4)]), "ValueError",
+        "['cross_entropy'], got ['cross_entropy', 'z_loss'] on rank "),
     "another argument of a term": (
         "head", shared_inputs,
         lambda c: c.rewrite(terms=[c.terms[0], hl.Distillation(1.0, "forward_kl", temperature_squared=True)]),

@@ -32,8 +32,10 @@ MISTAKES = (
     "assigned",
     "unfit",
     "counts",
+    "counts differ",
     "weighted",
     "other vocabularies",
+    "sharded and wrapped",
     "plan alone",
 )
 WEIGHTS = {

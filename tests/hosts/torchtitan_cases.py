@@ -311,7 +311,7 @@ def refusals(group):
         refused(
             lambda loss=loss: loss(HeadLoss()), "config must be a Config, got HeadLoss", TypeError
         )
-        words = "head_loss must be a HeadLoss, got Term"
+        words = "head_loss must be a HeadLoss, got Term: write HeadLoss([..])"
         refused(lambda loss=loss: loss.Config(head_loss=CrossEntropy()), words, TypeError)
         refuses_what_its_lines_rule_out(loss.Config)
     refused(lambda: ours("fused", linear="none"), "linear must be a Linear, got str", TypeError)

@@ -264,7 +264,9 @@ def adapters(group):
     name."""
     theirs, model = transformers_run(adapted("q_proj", "v_proj")), adapted("q_proj", "v_proj")
     fuse_head(model)
-    refused(lambda: fuse_head(adapted("lm_head")), "got peft.tuners.lora", TypeError)
+    refused(
+        lambda: fuse_head(adapted("lm_head")), "leave 'lm_head' out of target_modules", TypeError
+    )
     return errors(transformers_run(model), theirs, ADAPTER)
 
 

@@ -501,6 +501,7 @@ def any_head_loss(group, install):
         installed = fuse_head(model, head_loss, linear=linear, observe=seen.append)
     else:
         installed = model.loss_function = causal_lm_loss(model, head_loss, observe=seen.append)
+    assert (installed.last, installed.calls, seen) == (None, 0, [])  # none of the check call
     inputs, shard = batch(509), VocabShard.from_group(group, 509)
     teacher = torch.randn(2, 16, 509)
     own = {"teacher": Teacher(teacher[..., shard.start : shard.stop])}
@@ -511,7 +512,7 @@ def any_head_loss(group, install):
         host(input_ids=inputs["input_ids"]).logits, labels, inputs={"teacher": Teacher(teacher)}
     )
     out.loss.backward()
-    last, (observed,) = installed.last, seen  # none of the check call
+    last, (observed,) = installed.last, seen
     assert observed is last and last.stats is None and not last.loss.requires_grad
     assert (
         torch.equal(last.metrics["accuracy"], out.metrics["accuracy"]) and out.count == last.count

@@ -21,6 +21,7 @@ from tp_headloss import (
     CrossEntropy,
     HeadLoss,
     Linear,
+    Options,
     Term,
     Transform,
     VocabShard,
@@ -95,7 +96,11 @@ def accuracy(prediction):
     """A user's compute_metrics."""
     logits, labels = prediction.predictions, prediction.label_ids
     hits = (logits.argmax(-1)[:, :-1] == labels[:, 1:]) & (labels[:, 1:] != -100)
-    return {"accuracy": hits.sum() / (labels[:, 1:] != -100).sum(), "columns": logits.shape[-1]}
+    return {
+        "accuracy": hits.sum() / (labels[:, 1:] != -100).sum(),
+        "columns": logits.shape[-1],
+        "rows": len(logits),
+    }
 
 
 def metrics(group):
@@ -107,16 +112,22 @@ def metrics(group):
     labels = torch.where(torch.arange(16) % 2 == 0, best, ids)
     rows = [{"input_ids": x, "labels": y} for x, y in zip(ids, labels)]
 
-    def evaluate(model):
+    def evaluate(model, rows=rows):
         with tempfile.TemporaryDirectory() as folder:
             options = {"report_to": "none", "save_strategy": "no", "use_cpu": True}
             arguments = TrainingArguments(folder, per_device_eval_batch_size=2, **options)
             trainer = Trainer(model, arguments, eval_dataset=rows, compute_metrics=accuracy)
             found = trainer.evaluate()
-        return {name: found[f"eval_{name}"] for name in ("loss", "accuracy", "columns")}
+        return {name: found[f"eval_{name}"] for name in ("loss", "accuracy", "columns", "rows")}
 
     expected = evaluate(own)
     assert 0.2 < expected["accuracy"] < 0.8 and expected["columns"] == 512, expected
+    assert expected["rows"] == 4  # of two: each rank's
+    # a last batch that is not full comes once, and counts half
+    with torch.no_grad():
+        one = float(host(input_ids=ids[:1], labels=labels[:1]).loss)
+    uneven = evaluate(own, rows + rows[:1])
+    assert uneven["rows"] == 5 and abs(uneven["loss"] - (4 * expected["loss"] + one) / 5) < 1e-4
     for name, plan in (
         ("causal_lm_loss", "colwise"),
         ("fuse_head", "colwise"),
@@ -277,6 +288,19 @@ def words(group):
                     f"got the keyword {wrong!r}, which nothing reads: write {word}=",
                     TypeError,
                 )
+        # beside the right one
+        for word in {*read} & {*given_to(name)}:
+            refused(
+                partial(model, **given_to(name), **{f"{word}_": given_to(name)[word]}),
+                f"got the keyword '{word}_', which nothing reads: write {word}=",
+                TypeError,
+            )
+        if name != "fuse_log_probs":
+            refused(
+                partial(model, **batch(), fused_lm_head=True),
+                f"because {name} has no log-probs: fuse_log_probs(model) does",
+                TypeError,
+            )
         for wrong in misspelt("labels"):
             call = given_to(name)
             call[wrong] = call.pop("labels")
@@ -326,6 +350,14 @@ def aliases(group):
     model = fused_model("fuse_head")
     for word, said in says.items():
         refused(partial(model, **given_to("fuse_head"), **{word: 1}), said, TypeError)
+    for given in (HeadLoss(), CrossEntropy()):  # by position, where the others take a HeadLoss
+        refused(
+            partial(fuse_log_probs, model, given), "write fuse_head(model, HeadLoss(..))", TypeError
+        )
+    for install in (fuse_head, causal_lm_loss):
+        for terms in (CrossEntropy(), [CrossEntropy(), ZLoss(1e-4)]):
+            said = f"must be a HeadLoss, got {type(terms).__name__}: write HeadLoss([..])"
+            refused(partial(install, model, terms), said, TypeError)
     # an argument of another one of the three, at the installation
     for install, word, said in (
         (causal_lm_loss, "linear", "write fuse_head(model, linear=..)"),
@@ -355,12 +387,11 @@ def assigned(group):
         del model.loss_function
         install(model)
         model.loss_function = loss
-        for more in ({}, {"fused_lm_head": True}):
-            if install is not fuse_log_probs or more:
-                refused(
-                    partial(model, **batch(), **more),
-                    f"must be a function, got a {type(loss).__name__}, which is a Module",
-                )
+        more = {"fused_lm_head": True} if install is fuse_log_probs else {}
+        refused(
+            partial(model, **batch(), **more),
+            f"must be a function, got a {type(loss).__name__}, which is a Module",
+        )
     for wrap in (lambda m: get_peft_model(m, LoraConfig(target_modules=["q_proj"])), DataParallel):
         model = plain()
         wrapper = wrap(model)
@@ -473,6 +504,27 @@ def counts(group):
     return {}
 
 
+def counts_differ(group):
+    """A rank with another count has another loss, as the docstring says, and full validation finds
+    it."""
+    count, losses = 7 + dist.get_rank(), [None, None]
+    for options in (Options(), Options(validate="full")):
+        for name in ("fuse_head", "causal_lm_loss"):
+            _, model = models("plain", config_of())
+            head_loss = HeadLoss(options=options)
+            if name == "fuse_head":
+                fuse_head(model, head_loss)
+            else:
+                model.loss_function = causal_lm_loss(model, head_loss)
+            call = partial(model, **batch(), num_items_in_batch=count)
+            if options.validate == "full":
+                refused(call, "ranks must agree on denominator: rank 0 of the group has 7, got 8")
+            else:
+                dist.all_gather_object(losses, float(call().loss))
+                assert abs(7 * losses[0] - 8 * losses[1]) < 1e-4 and losses[0] != losses[1]
+    return {}
+
+
 def weighted(group):
     """Class weights, and a count of tokens as the denominator."""
     weight = torch.rand(512, generator=torch.Generator().manual_seed(2)) + 0.5
@@ -523,6 +575,18 @@ def other_vocabularies(group):
     return {}
 
 
+def sharded_and_wrapped(group):
+    """On this rank's columns, too: what the model would not call is an error before its own loss is
+    computed."""
+    _, model = models("plain", config_of())
+    wrapper = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    wrapper.loss_function = causal_lm_loss(model)
+    refused(partial(wrapper, **batch()), "must be the loss_function of this LlamaForCausalLM")
+    model.loss_function = HeadLoss()
+    refused(partial(model, **batch()), "must be a function, got a HeadLoss, which is a Module")
+    return {}
+
+
 def plan_alone(group):
     """A `colwise_plan` without a loss: torch's error that the docstring quotes, and no other."""
     _, model = models("plain", config_of())
@@ -545,7 +609,9 @@ CASES = {
     "assigned": assigned,
     "unfit": unfit,
     "counts": counts,
+    "counts differ": counts_differ,
     "weighted": weighted,
     "other vocabularies": other_vocabularies,
+    "sharded and wrapped": sharded_and_wrapped,
     "plan alone": plan_alone,
 }

@@ -235,7 +235,7 @@ def _describe(name: str, value, out: dict, compare_hidden: bool, sharded_dim: in
     elif isinstance(value, (set, frozenset)):
         text = repr(sorted(map(_text, value)))
     elif isinstance(value, (list, tuple)):
-        text = repr(value) if _is_plain(value) else f"{len(value)} values"
+        text = repr(value) if _is_plain(value) else _names_or_number(value)
     elif _is_of_numpy(value):
         text = f"{value.dtype} {list(value.shape)}"
         checksum = zlib.crc32(value.tobytes())
@@ -271,6 +271,13 @@ def _key(key) -> str:
 
 def _is_plain(values) -> bool:
     return all(isinstance(value, PLAIN_TYPES) for value in values)
+
+
+def _names_or_number(values) -> str:
+    """Return the names of values that all have one, such as terms, else their number."""
+    names = [getattr(value, "name", None) for value in values]
+    is_named = all(isinstance(name, str) for name in names)
+    return repr(names) if is_named else f"{len(values)} values"
 
 
 def _is_of_numpy(value) -> bool:

@@ -53,7 +53,7 @@ from .remembered import (
     remember,
     remember_linear,
 )
-from .terms import Metrics, Terms
+from .terms import Metrics, Term, Terms
 
 NO_OPTIONS = Linear()
 
@@ -104,13 +104,13 @@ class HeadLoss(nn.Module):
         >>> head_loss
         HeadLoss(terms=[cross_entropy, 0.0001 * z_loss], metrics=[accuracy, entropy], reduction='mean')
         >>> logits = torch.zeros(2, 4, requires_grad=True)
-        >>> out = head_loss(
-        ...     logits, torch.tensor([0, -100]), denominator=2
-        ... )  # of 2 tokens in the global batch
+        >>> out = head_loss(logits, torch.tensor([0, -100]), denominator=2)  # tokens of all ranks
         >>> out.loss.backward()
         >>> logits.grad[0]
         tensor([-0.3750,  0.1250,  0.1250,  0.1250])
     """
+
+    made_of = (Term,)  # for errors about terms in the place of a HeadLoss
 
     def __init__(
         self,

@@ -4,15 +4,17 @@ gather."""
 from __future__ import annotations
 
 import inspect
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import torch
 
 from ..arguments.options import Transform
+from ..head_loss import HeadLoss
 from ..linear_head import Linear, linear_vocab_statistics
 from ..ranks.shard import VocabShard
-from ..spec import Names, Positive, checked
+from ..spec import POSITIVE, Names, NumberLine, checked
+from ..spec.words import type_name
 from . import require
 from .token_counts import agreed_count
 from .transformers.check import InstalledForward
@@ -45,10 +47,24 @@ SETTINGS = ("temperature", "cast_lm_head_to_fp32", "outputs")
 READ = ("labels", "shift_labels", "num_items_in_batch", "logits_to_keep", "return_dict")
 
 
+@dataclass(frozen=True)
+class Temperature(NumberLine):
+    """A positive number, in whose place by position others of these functions take a HeadLoss."""
+
+    def check(self, name, value, sizes):
+        """Raise TypeError for anything but a number, and ValueError for one that is not positive."""
+        if isinstance(value, (HeadLoss, *HeadLoss.made_of)):
+            raise TypeError(
+                f"{name} must be a number, got {type_name(value)}, which fuse_log_probs does not "
+                "take, because the loss is the trainer's: write fuse_head(model, HeadLoss(..))"
+            )
+        super().check(name, value, sizes)
+
+
 @checked
 def fuse_log_probs(
     model: MaybeAdapted,
-    temperature: Positive | None = None,
+    temperature: Annotated[float, Temperature(**vars(POSITIVE))] | None = None,
     cast_lm_head_to_fp32: bool | None = None,
     outputs: Annotated[tuple[str, ...], Names(lambda: sorted(OUTPUTS))] | None = None,
     *,
@@ -70,7 +86,8 @@ def fuse_log_probs(
 
     Tokens without a label are dropped before the head, by each rank for itself. So each call begins with one small
     all-gather, in which ranks that share a vocabulary compare their labels. Batches that differ are a ValueError on
-    every rank, unless `Linear` has max_valid_tokens: then nothing is compared.
+    every rank, unless `Linear` has max_valid_tokens: then nothing is compared. Another ``num_items_in_batch`` on one
+    rank is never noticed, and gives that rank another ``loss``.
 
     Args:
         temperature: divides the logits; TRL's default is 1.0.

@@ -11,7 +11,7 @@ import torch
 from .aliases import hint
 from .checks import FP32_MAX, is_number
 from .tensor_line import Sizes, TensorLine, check_alike
-from .words import shown, two_copies, type_name, with_article
+from .words import made_of_value, shown, two_copies, type_name, with_article
 
 
 @dataclass(frozen=True)
@@ -154,8 +154,9 @@ class Instance:
     """An object of a class.
 
     One that has `tokens_like` must be of the same tokens [..] as other arguments. A class may have
-    a `remedy`, for errors about misplaced objects of it, and an `of_tensor` and `of_text`, for a
-    tensor and a string in its place. An `of_tokens` is for one of as many tokens in another shape.
+    a `remedy`, for errors about misplaced objects of it, an `of_tensor` and an `of_text`, for a
+    tensor and a string in its place, and a `made_of`, classes of the parts that its constructor
+    takes, for parts in its place. An `of_tokens` is for one of as many tokens in another shape.
 
     Args:
         fields: those that must not be None, which the object's own `expect` looks at.
@@ -173,10 +174,7 @@ class Instance:
     def check(self, name: str, value: Any, sizes: Sizes):
         """Raise TypeError unless the value is such an object, ValueError if it has other tokens."""
         if not isinstance(value, self.kind):
-            said = getattr(self.kind, "of_tensor", "") if isinstance(value, torch.Tensor) else ""
-            if isinstance(value, str):
-                said = getattr(self.kind, "of_text", "").format(value)
-            said = said or two_copies(value, self.kind)
+            said = made_of_value(self.kind, value) or two_copies(value, self.kind)
             raise TypeError(
                 f"{name} must be {with_article(self.kind.__name__)}, got {type_name(value)}{said}"
             )
@@ -283,8 +281,7 @@ class AnyOf:
                 if len(meant) == 1:
                     raise
         kinds = [line.kind for line in self.lines if isinstance(line, Instance)]
-        remedies = [getattr(kind, "of_tensor", "") for kind in kinds]
-        said = max(remedies, default="") if isinstance(value, torch.Tensor) else ""
+        said = max((made_of_value(kind, value) for kind in kinds), default="")
         raise TypeError(f"{name} must be {self.says}, got {shown(value)}{said}")
 
 

@@ -1,5 +1,7 @@
 """Words of errors for values of any type."""
 
+import torch
+
 
 def shown(value) -> str:
     """Return a value for a message, which must be the same on all ranks: objects by their type."""
@@ -16,6 +18,19 @@ def type_name(value) -> str:
     if isinstance(value, type):
         return f"the class {value.__name__}"
     return type(value).__name__ + getattr(type(value), "remedy", "")
+
+
+def made_of_value(kind: type, value) -> str:
+    """Return what to write for a tensor, a string, a part or a list of parts in the place of an
+    object of this class, "" where the class does not say it."""
+    if isinstance(value, torch.Tensor):
+        return getattr(kind, "of_tensor", "")
+    if isinstance(value, str):
+        return getattr(kind, "of_text", "").format(value)
+    parts = value if isinstance(value, (list, tuple)) and value else [value]
+    classes = getattr(kind, "made_of", ())
+    is_made_of_it = all(isinstance(part, classes) for part in parts)
+    return f": write {kind.__name__}([..])" if is_made_of_it else ""
 
 
 def two_copies(value, kind: type) -> str:

@@ -136,7 +136,7 @@ def install(
         installed.undo()
         raise
     finally:
-        used.observe, used.linear, used.last = observe, linear, None
+        used.observe, used.linear, used.last, used.calls = observe, linear, None, calls_before
     installed.calls = 0
     return installed
 

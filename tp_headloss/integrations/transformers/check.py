@@ -31,7 +31,8 @@ class InstalledForward(Replacement):
     """A forward in the place of a model's own, installed on construction; the model is as it was if
     a check fails.
 
-    A subclass has `_forward`, which counts the `calls` of its head, and `_checked_arguments`.
+    A subclass has `_forward`, which counts the `calls` of its head, and `_checked_arguments`. The
+    check's own call is not counted.
 
     Args:
         shard, transform: as in `fuse_head`.
@@ -86,7 +87,8 @@ class InstalledForward(Replacement):
         except BaseException:
             self.undo()
             raise
-        self.checked = True
+        # from here on calls are the user's
+        self.calls, self.checked = 0, True
 
     def _checked_arguments(self) -> dict[str, Any]:
         """Return the other arguments that must be equal on all ranks, after a check of them, and

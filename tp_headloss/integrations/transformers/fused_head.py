@@ -52,14 +52,16 @@ def fuse_head(
     `Linear` says), because the body of a transformers model expects a whole gradient. Weights may
     be tied, have a bias, be sharded by FSDP2, too, and belong to a model that is not distributed,
     or to the model of a DeepSpeed engine (`integrations.deepspeed`). The model may see images, if
-    its body does (Llava, Qwen2-VL, Gemma 3). The output layer may have PEFT's LoRA, unless it is
-    sharded, or be in its modules_to_save. Of PEFT's wrapper the model within it gets the head.
+    its body does (Llava, Qwen2-VL, Gemma 3). An output layer that is not sharded may have
+    PEFT's LoRA, or be in its modules_to_save. Of PEFT's wrapper the model within it gets the head.
 
     With labels the model returns its own output class, whose ``logits`` are None in training.
     Without labels the forward is the model's own, so generate() works; the model's own plan
     (tp_plan="auto") gathers the logits there. A call without labels and shift_labels raises
     ValueError in training, where a Trainer took the labels away, and where it would return this
-    rank's columns alone (`colwise_plan`). Other arguments, and ``.last``, as in `causal_lm_loss`.
+    rank's columns alone (`colwise_plan`). ``.last`` is None before the first call; it and other
+    arguments are as in `causal_lm_loss`. There, too, a rank with another ``num_items_in_batch`` has
+    another loss, and no error, unless the head_loss has ``Options(validate="full")``.
 
     ``head_inputs`` [B, S], too: entry t belongs to label t + 1. So a mask is made of the labels as
     they are scored, ``F.pad(labels[:, 1:], (0, 1), value=-100) != -100``. That of the labels as
@@ -78,7 +80,8 @@ def fuse_head(
         skip_logits: False makes logits in calls with labels, too, True never does. None (default):
             those in eval() and torch.no_grad() have them, because a Trainer's compute_metrics reads
             them; under a `colwise_plan` an all-reduce makes them. Say True to save their memory
-            where nobody reads them. Under a `colwise_plan` False is an error in other calls.
+            where nobody reads them: compute_metrics then gets empty predictions. Under a
+            `colwise_plan` False is an error in other calls.
 
     Raises:
         TypeError, ValueError: the forward or the loss function is replaced already (also by a
@@ -100,8 +103,9 @@ class FusedHead(InstalledForward, Observed):
     skip_logits: bool | None
 
     def __init__(self, model, head_loss, linear, shard, transform, observe, skip_logits):
-        self.wanted, self.last = (head_loss, linear, skip_logits), None
+        self.wanted = head_loss, linear, skip_logits
         super().__init__(model, shard, transform)
+        self.last = None  # forgets the check's
         self.head_loss, self.linear, self.skip_logits = vars(self).pop("wanted")
         self.observe = observe
 

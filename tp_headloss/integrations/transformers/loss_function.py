@@ -86,8 +86,10 @@ def causal_lm_loss(
     replicated; forward: one collective, backward: none. The logits' gradient is this rank's; the
     model's own output layer reduces its input's.
 
-    The function has the signature that transformers expects. ``num_items_in_batch`` is the
-    denominator, in train() and eval(). ignore_index None means the one of the head_loss.
+    The function has the signature that transformers expects. ``shift_labels`` win over ``labels``.
+    ``num_items_in_batch`` is the denominator, in train() and eval(). All ranks must give the same
+    one: a rank with another has another loss, and no error, unless the head_loss has
+    ``Options(validate="full")``. ignore_index None means the one of the head_loss.
     ``head_inputs``, a keyword of the model's forward, becomes ``inputs`` of the head_loss, [B, S]
     at the positions of the logits: entry t belongs to label t + 1. ``.last`` is the last
     `HeadLossOutput`, without graph and statistics, or None before it.
@@ -96,7 +98,7 @@ def causal_lm_loss(
     torch.no_grad() all of them, [B, S, V] (one all-reduce of their size), because a Trainer's
     compute_metrics reads them.
 
-    A forward hook of the model, active while the function is its loss_function, raises ValueError
+    Forward hooks of the model, active while the function is its loss_function, raise ValueError
     on every rank for a call with labels whose model does not call its loss_function (T5, BERT), and
     for a call without labels that returned this rank's columns (generate() would sample from them).
     In training, such logits are for a loop that calls ``model.loss_function`` itself: their
@@ -122,6 +124,7 @@ def causal_lm_loss(
     loss = CausalLMShardLoss(head_loss, installed_shard(model, shard), observe)
     _made[model] = weakref.ref(loss)
     if _check_call not in model._forward_hooks.values():
+        model.register_forward_pre_hook(_check_loss_function, with_kwargs=True)
         model.register_forward_hook(_check_call, with_kwargs=True)
     return loss
 
@@ -132,9 +135,17 @@ _made: weakref.WeakKeyDictionary[PreTrainedModel, weakref.ref[CausalLMShardLoss]
 )
 
 
-def _expect_used(model):
-    """Raise ValueError if a function was made for this model, somebody keeps it, and the model
-    calls transformers' own in its place: it was set on a wrapper, which calls none."""
+def _check_loss_function(model, args, kwargs):
+    """Forward pre-hook: ValueError for a call whose loss the model would compute itself, which of
+    this rank's columns ends in an error of torch.
+
+    So it does where a module was set as its loss_function, or where a function was made for it,
+    which somebody keeps, and set on a wrapper, which calls none.
+    """
+    refuse_module_as_loss(model)
+    given = named_arguments(type(model).forward, model, args, kwargs)
+    if isinstance(model.loss_function, CausalLMShardLoss) or given.get("labels") is None:
+        return
     made = _made[model]() if model in _made else None
     has_own = "_loss_function" in vars(model) or hasattr(model.forward, FUSED)
     if made is not None and not made.calls and not has_own:
@@ -149,11 +160,8 @@ def _expect_used(model):
 def _check_call(model, args, kwargs, outputs) -> Any:
     """Forward hook that raises an error for calls which cannot mean what their caller expects, and
     returns outputs with whole logits of an evaluation with labels."""
-    refuse_module_as_loss(model)
     loss = model.loss_function
     if not isinstance(loss, CausalLMShardLoss):
-        if named_arguments(type(model).forward, model, args, kwargs).get("labels") is not None:
-            _expect_used(model)
         return None
     given = named_arguments(type(model).forward, model, args, kwargs)
     if not hasattr(model.forward, FUSED):

@@ -98,11 +98,17 @@ def output_layer(model) -> nn.Linear:
             if layer.disable_adapters or active not in saved
             else saved[active]
         )
-    adapted = _has_lora(layer) and (model.tp_size or 1) == 1
+    adapted = _has_lora(layer)
+    if adapted and (model.tp_size or 1) > 1:
+        name = next(name for name, module in model.named_modules() if module is layer)
+        raise TypeError(
+            f"the output layer of a tensor-parallel model must have no LoRA, got {type(layer).__module__}."
+            f"{type(layer).__name__}: leave {name!r} out of target_modules, or train in one process"
+        )
     if unwrapped_class(layer) is not nn.Linear and not adapted and deepspeed_facts(layer) is None:
         raise TypeError(
             "the output layer must be a plain torch.nn.Linear (no quantization, no adapter but "
-            "PEFT's LoRA without variants, bias and tensor parallelism) or DeepSpeed's LinearLayer "
+            "PEFT's LoRA without variants and bias) or DeepSpeed's LinearLayer "
             f"or VocabParallelLinear, got {type(layer).__module__}.{type(layer).__name__}: use "
             "HeadLoss(..)(logits, labels) on its logits"
         )

@@ -23,6 +23,7 @@ IN_CALL = {
 OF_LOSSES = (*IN_CALL, "head_inputs", "ignore_index")  # words of a call that computes a HeadLoss
 OF_MODELS = ("attention_mask",)  # words that a model may take though its signature lacks them
 NAMES_NO_KEYWORD = ("value", "term", "metric")  # kinds of aliases
+OF_TRL = "fused_lm_head"  # of a call of a model with fuse_log_probs, or with TRL's own head
 NO_HEAD_LOSS = "nothing, because {} has no HeadLoss: use fuse_head"
 
 
@@ -41,16 +42,18 @@ def refuse_unread(
     for word, value in given.items():
         if word in parameters or word in read or value is None:
             continue
-        if (write := _what_to_write(installation, word, read, given)) is not None:
+        if (write := _what_to_write(installation, word, read)) is not None:
             raise TypeError(
                 f"a model with {installation} got the keyword {word!r}, which nothing reads: write "
                 f"{write}"
             )
 
 
-def _what_to_write(installation, word, read, given) -> str | None:
+def _what_to_write(installation, word, read) -> str | None:
     """Return what to write for a word that nothing reads, or None if it is not ours."""
     has_head_loss = "head_inputs" in read
+    if word == OF_TRL:
+        return f"nothing, because {installation} has no log-probs: fuse_log_probs(model) does"
     if word in IN_CALL and has_head_loss:
         return IN_CALL[word]
     if word in KEYWORDS[installation]:
@@ -64,9 +67,9 @@ def _what_to_write(installation, word, read, given) -> str | None:
         return _in_call_of_model(installation, ours, has_head_loss)
     if word in OF_LOSSES or word in KEYWORDS["HeadLoss"]:
         return NO_HEAD_LOSS.format(installation)
-    if (meant := _meant(word, read, given)) is None:
+    if (meant := _meant(word, read)) is None:
         return None
-    return f"{meant}=" if meant in read else _what_to_write(installation, meant, read, given)
+    return f"{meant}=" if meant in read else _what_to_write(installation, meant, read)
 
 
 def _ours(word: str) -> str | None:
@@ -104,9 +107,8 @@ def _in_call_of_model(installation: str, ours: str, has_head_loss: bool) -> str:
     return f"{installation}(model, HeadLoss(..)) with {ours}"
 
 
-def _meant(word: str, read: Collection[str], given: Mapping[str, Any]) -> str | None:
+def _meant(word: str, read: Collection[str]) -> str | None:
     """Return the word of a call that a misspelt or shortened one means, or None."""
-    left = [name for name in read if name not in given]
-    longer = [name for name in left if "_" in word and name.startswith(f"{word}_")]
-    close = difflib.get_close_matches(word, [*left, "head_inputs"], 1, 0.75)
+    longer = [name for name in read if "_" in word and name.startswith(f"{word}_")]
+    close = difflib.get_close_matches(word, [*read, "head_inputs"], 1, 0.75)
     return next(iter((*longer, *close)), None)
