@@ -193,6 +193,67 @@ def test_ranks_whose_replicated_gradients_differ_have_one_norm():
     assert torch.equal(first, second)
 
 
+# how one rank's call differs -> words of the error, after what must be equal
+DIFFERENCES = {
+    "max_norm": ((2.0, 2.0, False), "max_norm equal on all ranks, got 1 on one and 2 on another"),
+    "norm_type": ((1.0, "inf", False), "norm_type equal on all ranks, got 2 on one and inf on"),
+    "error_if_nonfinite": ((1.0, 2.0, True), "error_if_nonfinite equal on all ranks, got 0 on one"),
+    "a backward": (None, "all ranks make each backward) equal on all ranks, got 0 on one and 5 on"),
+}
+
+
+def different(group, device, make, how):
+    """The error of a call that differs on the last rank, which is no neighbour of all others, or
+    its norm. A GPU is waited for where all ranks ask for it."""
+    model, last = make(group, device), group.rank() == group.size() - 1
+    is_asked = device.type == "cuda" and how != "error_if_nonfinite"
+    usual = 1.0, 2.0, is_asked
+    max_norm, norm_type, error_if_nonfinite = (last and DIFFERENCES[how][0]) or usual
+    error_if_nonfinite |= is_asked
+    if last and how == "a backward":
+        model.zero_grad()
+    before = own_gradients(model)
+    try:
+        norm = clip_grad_norm_(
+            model.parameters(), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+        )
+    except ValueError as error:
+        torch.testing.assert_close(own_gradients(model), before, rtol=0, atol=0)
+        return str(error)
+    return float(norm)
+
+
+def own_gradients(model):
+    """Copies of this rank's parts, because a comparison of DTensors is a collective call."""
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    return [(x.to_local() if isinstance(x, DTensor) else x).clone() for x in found]
+
+
+@pytest.mark.parametrize("how", DIFFERENCES)
+@pytest.mark.parametrize("make, world_size", [(plain, 2), (fsdp, 4)])
+def test_a_call_that_differs_on_one_rank_is_the_same_error_on_all(make, world_size, how):
+    messages = on_ranks(world_size, different, make, how)
+    if how == "error_if_nonfinite" and torch.cuda.is_available():
+        *norms, said = messages
+        assert all(map(math.isnan, norms)) and DIFFERENCES[how][1] in said
+        return
+    assert len({*messages}) == 1 and DIFFERENCES[how][1] in messages[0]
+
+
+def with_an_empty_shard(group, device):
+    """Rows that are all on the first rank, and a layer that no rank has used."""
+    ends = [V] * (1 if group is None else group.size())
+    shard = VocabShard.from_boundaries([0, *ends], V, group)
+    model = Model(shard, device).gradients()
+    model.unused = torch.nn.Linear(2, 2, device=device)
+    return float(clip_grad_norm_(model.parameters(), 1.0))
+
+
+def test_gradients_that_no_rank_has_and_those_of_an_empty_shard_are_no_difference():
+    (expected,) = on_ranks(1, with_an_empty_shard)
+    assert on_ranks(2, with_an_empty_shard) == [pytest.approx(expected)] * 2
+
+
 def test_one_rank_is_torch():
     parameters = [torch.nn.Parameter(torch.randn(3, 5)) for _ in range(2)]
     others = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
@@ -284,6 +345,10 @@ def test_what_is_no_parameter_is_refused():
             TypeError, match=rf"parameters must be tensors, got {name}.*model.parameters\(\)"
         ):
             clip_grad_norm_(given, 1.0)
+    gradients = [torch.ones(2), torch.ones(3)]
+    with pytest.raises(TypeError, match="got 2 tensors that require no gradient and have none"):
+        clip_grad_norm_(gradients, 1.0)
+    assert clip_grad_norm_(layer.requires_grad_(False).parameters(), 1.0) == 0, "all frozen"
 
 
 class Scaled(VocabParallelHead):

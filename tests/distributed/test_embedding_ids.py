@@ -79,3 +79,33 @@ def test_options_that_no_embedding_reads_are_refused():
         step = torch.compile(embedding, fullgraph=True, backend="eager")
         with pytest.raises(Exception, match="check=True looks at the ids' values"):
             step(torch.arange(3))
+
+
+def of_one_seed(group, device, apart):
+    """What calls with full validation say of a head and an embedding that `torch.nn.init` drew."""
+    shard = hl.VocabShard.from_group(group, 53, padded_size=64)  # the last rank has fewer ids
+    full = hl.Options(validate="full")
+    head = hl.VocabParallelHead(4, shard, head_loss=hl.HeadLoss(options=full), device=device)
+    embedding = hl.VocabParallelEmbedding(4, shard, options=full, device=device)
+    ids = torch.arange(5, device=device)
+    said = []
+    for module, given in ((head, (torch.ones(5, 4, device=device), ids)), (embedding, (ids,))):
+        module(*given)
+        generator = torch.Generator(device).manual_seed(5 + apart * group.rank())
+        torch.nn.init.normal_(module.weight, generator=generator)
+        try:
+            module(*given)
+        except ValueError as error:
+            said.append(str(error))
+        module.reset_parameters()
+        module(*given)
+        torch.nn.init.zeros_(module.weight)  # which are equal on purpose
+        module(*given)
+    return said
+
+
+def test_shards_that_were_drawn_from_one_seed_are_an_error_of_full_validation():
+    words = "each rank must have its own rows of the weight, got equal ones on ranks 0 and 1"
+    for said in on_ranks(2, of_one_seed, False):
+        assert len(said) == 2 and all(x.startswith(words) for x in said), said
+    assert on_ranks(2, of_one_seed, True) == [[], []]

@@ -59,6 +59,7 @@ CHOICES = [
     if isinstance(line, OneOf)
 ]
 LOGITS, LABELS = torch.randn(2, 5, 11), torch.zeros(2, 5, dtype=torch.int64)
+MADE = HeadLoss()
 
 
 def of_kind(*kinds):
@@ -379,6 +380,31 @@ MESSAGES = {
         lambda: HeadLoss()(hidden_states=LOGITS, attention_mask=None, output_layer=None),
         "'output_layer': write install(model, ..) of integrations.megatron",
     ),
+    "terms by name": (
+        lambda: HeadLoss({"ce": CrossEntropy()}),
+        "terms must be Terms, got dict: write a list of its values",
+    ),
+    "two terms of one name": (
+        lambda: HeadLoss([CrossEntropy(), CrossEntropy(0.5)]),
+        "add up the weights of equal ones, or dataclasses.replace(term, name=..)",
+    ),
+    "a shard without its group": (
+        lambda: VocabShard.from_group(53),
+        "got group: write VocabShard.from_group(group, vocab_size), with None for one rank",
+    ),
+    "hidden states of another width": (
+        lambda: MADE.linear(LOGITS, torch.ones(7, 9), LABELS),
+        "weight must have shape [7, 11] of the shard and hidden states, got [7, 9]: or pass hidden "
+        "states [.., 9]",
+    ),
+    "a tied weight without padding": (
+        lambda: tp_headloss.VocabParallelHead(
+            4,
+            VocabShard.from_group(None, 53, padded_size=64),
+            weight=torch.nn.Parameter(torch.ones(53, 4)),
+        ),
+        "weight must be [64, 4], this rank's rows with padding (padded_size=64), got [53, 4]",
+    ),
     "a set of metrics": (lambda: HeadLoss(metrics={"rank"}), "got set: write a list"),
 }
 
@@ -479,7 +505,7 @@ def test_an_attribute_that_a_result_does_not_have_is_refused_with_those_it_has(n
         call()
 
 
-MADE, CALLED = HeadLoss(), (LOGITS, LABELS)
+CALLED = LOGITS, LABELS
 # a function of a loss -> a call of it with a keyword, and where its arguments are written
 KINDS = {
     "HeadLoss": (lambda **given: HeadLoss(**given), "HeadLoss(.., {}=..)"),

@@ -414,6 +414,18 @@ FAILURES = {  # first words of a line of "When ranks fail or disagree" -> tests 
         "test_agreement",
         "test_a_mistake_on_one_rank_is_the_same_exception_on_all",
     ),
+    "draws its rows": (
+        "test_embedding_ids",
+        "test_shards_that_were_drawn_from_one_seed_are_an_error_of_full_validation",
+    ),
+    "leaves out a backward": (
+        "test_clip_grad_norm",
+        "test_a_call_that_differs_on_one_rank_is_the_same_error_on_all",
+    ),
+    "calls `clip_grad_norm_`": (
+        "test_clip_grad_norm",
+        "test_a_call_that_differs_on_one_rank_is_the_same_error_on_all",
+    ),
 }
 SAYS = {  # and what the line must say for the test to be about it
     "is killed, stops": "RuntimeError at once",
@@ -424,6 +436,9 @@ SAYS = {  # and what the line must say for the test to be about it
     "has a `check`": "gloo aborts a rank, or one waits until the timeout",
     "has a temperature": "nothing: numbers that belong to no single call",
     "any of these but": "the same message",
+    "draws its rows": 'ValueError on all ranks with `validate="full"`',
+    "leaves out a backward": "nothing until `clip_grad_norm_` (next row)",
+    "calls `clip_grad_norm_`": "ValueError on all ranks, and gradients stay as they were",
 }
 
 

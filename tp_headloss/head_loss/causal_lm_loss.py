@@ -19,9 +19,10 @@ class CausalLMLoss(nn.Module):
     """A HeadLoss for logits and *unshifted* labels [B, S]: position t is scored against label t +
     1, the last ignored.
 
-    The labels are shifted, so that no logits are copied. Put ``ignore_index`` on packed documents'
-    first labels. Not for a Transformers model's ``model.loss_function``: it is a Module, which torch
-    files under the model's parts, and the model keeps its own loss. Use
+    The labels are shifted, so that no logits are copied. The first label of each row does not
+    count, see the ``denominator`` of `forward`. Put ``ignore_index`` on packed documents' first
+    labels. Not for a Transformers model's ``model.loss_function``: it is a Module, which torch files
+    under the model's parts, and the model keeps its own loss. Use
     `integrations.transformers.causal_lm_loss`.
 
     Args:
@@ -43,15 +44,23 @@ class CausalLMLoss(nn.Module):
         labels: torch.Tensor,
         *,
         token_weight: torch.Tensor | None = None,
+        denominator: torch.Tensor | float | None = None,
         **kwargs,
     ) -> HeadLossOutput:
         """Loss of logits [.., S, width] sharded on V against the next labels -> `HeadLossOutput`,
         replicated.
 
-        labels, token_weight: [.., S], unshifted; a weight and the input "num_bytes" belong to their
-        label. Other inputs [.., S], or that broadcast to it, are refused. Other keywords as in
-        `HeadLoss.forward`. Position t of per-token temperatures, teachers, sets and ids belongs to
-        the logits at t and to label t + 1.
+        Other keywords as in `HeadLoss.forward`. Position t of per-token temperatures, teachers, sets
+        and ids belongs to the logits at t and to label t + 1. Inputs [.., S], or that broadcast to
+        it, are refused, except "num_bytes", which belongs to its label.
+
+        Args:
+            labels: [.., S], unshifted.
+            token_weight: [.., S], each of its label, and moved with it.
+            denominator: as in `HeadLoss.forward`, of the labels that count: not the first of each
+                row [S], which no position predicts. Count ``labels[..., 1:] != -100`` (or sum
+                ``token_weight[..., 1:]`` over them). The count of all labels makes the loss too
+                small, by about 1 / S, silently: a larger count is also that of a larger batch.
         """
         TENSOR.check("logits", logits, {})
         expect_labels(labels, logits, token_weight)
@@ -61,7 +70,8 @@ class CausalLMLoss(nn.Module):
         # an ignore_index need not fit int32
         labels = _next(labels.long(), self.head_loss.ignore_index)
         token_weight = None if token_weight is None else _next(token_weight, 0)
-        return self.head_loss(logits, labels, token_weight=token_weight, **kwargs)
+        weights = {"token_weight": token_weight, "denominator": denominator}
+        return self.head_loss(logits, labels, **weights, **kwargs)
 
     if TYPE_CHECKING:
 

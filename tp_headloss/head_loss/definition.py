@@ -84,7 +84,8 @@ class HeadLossDefinition(NamedTuple):
         metrics = _expect_all("metrics", metrics, (str, Metric))
         names = [term.name for term in terms]
         if not names or len(set(names)) != len(names):
-            said = ": give one of a kind another, Distillation(.., name=..)" * bool(names)
+            said = ": add up the weights of equal ones, or dataclasses.replace(term, name=..)"
+            said *= bool(names)
             raise ValueError(f"terms must be at least one, with distinct names, got {names}{said}")
         named = tuple(metric for metric in metrics if isinstance(metric, str))
         token_metrics = tuple(metric for metric in metrics if not isinstance(metric, str))
@@ -355,11 +356,7 @@ def _expect_all(name: str, given, kinds) -> tuple:
                     "argument it may be"
                 )
             elif isinstance(part, dict):
-                said = (
-                    ": write a list, [CrossEntropy(), ZLoss(1e-4)]"
-                    if kinds is Term
-                    else ": write a tuple of names"
-                )
+                said = ": write a list of its values, which have names of their own"
             elif isinstance(part, (set, frozenset)):
                 said = ": write a list, whose order is the same on all ranks"
             said = said or two_copies(part, Term if kinds is Term else Metric)

@@ -176,9 +176,10 @@ class HeadLoss(nn.Module):
                 divides by the sum of the weights, so weights of both signs need a denominator from
                 the caller.
             denominator: a number or a scalar tensor that every term is divided by; with gradient
-                accumulation or data parallelism, the global count of tokens (or sequences). At
-                least 0, and of a mean: an error with "sum" and "none". A tensor's value is looked at
-                with ``Options(check=True)`` alone.
+                accumulation or data parallelism, the global count of tokens (or sequences); with
+                token or class weights the global sum of the weights (the count gives another scale,
+                silently). At least 0, and of a mean: an error with "sum" and "none". A tensor's
+                value is looked at with ``Options(check=True)`` alone.
             inputs: arguments of terms and metrics besides the statistics, by name, replicated, just
                 those of `input_names`; others are an error, except "sequences":
                 tensors, scalar or with as many dimensions as [..] that broadcast to it, in its own
@@ -366,11 +367,12 @@ class HeadLoss(nn.Module):
         """Loss of the logits hidden @ weight^T + bias, which never exist as a whole ->
         `HeadLossOutput`, replicated.
 
-        One sweep, where the forward computes the gradients, needs: a reduction other than "none";
-        terms that are `Term.tokenwise`, as built-in terms are unless they take "sequences" or look
-        at all tokens; a denominator from the caller for terms with a `Term.token_weight`, such as
-        class weights beside another term; no gradient of weights, denominator, inputs or what a term's function closes
-        over; a declared `Linear.upstream` (the loss scale) in float16; torch.is_grad_enabled(); no
+        Collective forward and, but for one sweep, backward. One sweep, where the forward computes
+        the gradients, needs: a reduction other than "none"; terms that are `Term.tokenwise`, as
+        built-in terms are unless they take "sequences" or look at all tokens; a denominator from
+        the caller for terms with a `Term.token_weight`, such as class weights beside another term;
+        no gradient of weights, denominator, inputs or what a term's function closes over; a
+        declared `Linear.upstream` (the loss scale) in float16; torch.is_grad_enabled(); no
         torch.compile. Its statistics cannot be differentiated; trying raises RuntimeError.
 
         Args:
@@ -390,11 +392,8 @@ class HeadLoss(nn.Module):
             >>> HeadLoss().linear(hidden, weight, torch.tensor([0, 1])).loss.detach()
             tensor(1.3863)
         """
-        linear, options, kind = (
-            NO_OPTIONS if linear is None else linear,
-            self._definition.options,
-            None,
-        )
+        linear = NO_OPTIONS if linear is None else linear
+        options, kind = self._definition.options, None
         if token_weight is None and transform is None and bias is None:
             kind = kind_of_linear_call(
                 options, hidden, weight, labels, shard, denominator, inputs, linear

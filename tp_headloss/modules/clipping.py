@@ -16,6 +16,14 @@ from ..spec import CheckedBy, NotNegative, Positive, checked
 from .marks import marked_group
 from .row_dtensors import is_over_group
 
+# numbers of a call that ranks compare
+AGREED = (
+    "max_norm",
+    "norm_type",
+    "error_if_nonfinite",
+    "the number of trainable parameters without a gradient (all ranks make each backward)",
+)
+
 
 @checked
 @torch.no_grad()
@@ -40,9 +48,16 @@ def clip_grad_norm_(
     as Megatron-Core marks them. All others are replicated: their gradients are equal on all ranks.
     Ranks pass parts of the same parameters in one order (no other pipeline stages).
 
+    A collective call: all ranks of these groups make it, and not under ``if rank == 0``, or the
+    others wait. By small all-gathers they also compare the numbers of the call, and how many
+    trainable parameters have no gradient. What differs is a ValueError on CPUs; on GPUs, which are
+    not waited for, it makes norm and gradients NaN, and with ``error_if_nonfinite=True``, which
+    waits, it is a ValueError, too. Where no parameter is sharded, nothing is exchanged or compared.
+
     Args:
         parameters: of the model; those without a gradient count as 0. ``main_grad`` comes before
             ``grad``.
+        max_norm: equal on all ranks, as the two below.
         norm_type: p of the p-norm, infinity included, also as "inf".
         error_if_nonfinite: RuntimeError if the norm is NaN or infinite; otherwise all gradients
             become NaN or 0.
@@ -54,8 +69,11 @@ def clip_grad_norm_(
     Raises:
         TypeError, ValueError: a sharded parameter whose group is not known, a group of parameters
             that do not say whether they are sharded, a group that was destroyed, a Partial
-            gradient, or an iterator that yields nothing, as one does that was read before (an empty
-            list has the norm 0).
+            gradient, gradients in the place of parameters, or an iterator that yields nothing, as
+            one does that was read before (an empty list has the norm 0). On all ranks of the
+            groups that wait, with the gradients as they were: another ``max_norm``, ``norm_type``
+            or ``error_if_nonfinite`` on one rank, or fewer gradients, as of a rank that left out
+            its backward.
 
     Examples:
         >>> weight = torch.nn.Parameter(torch.zeros(2))
@@ -66,14 +84,18 @@ def clip_grad_norm_(
     distinct = dict.fromkeys(_as_tensors(parameters))
     if not distinct:
         return torch.zeros((), dtype=torch.float64)
+    _expect_no_gradients(distinct)
     _expect_marks(distinct, tensor_parallel_group)
     norm_type = float(norm_type)
+    missing = 0
     device = None  # that of the first gradient, where norms are
     norms: dict[tuple[str, ...], list[torch.Tensor]] = {}  # by the groups of the parameters
     gradients: dict[torch.device, list[torch.Tensor]] = {}
     for p in distinct:
         found = getattr(p, "main_grad", None)
         gradient = p.grad if found is None else found
+        # a shard without rows need not have one
+        missing += gradient is None and p.requires_grad and p.numel() > 0
         over = _sharded_over(p, gradient, tensor_parallel_group)
         local = gradient.to_local() if is_dtensor(gradient) else gradient
         device = device or (p if local is None else local).device
@@ -85,6 +107,7 @@ def clip_grad_norm_(
             norm = torch.linalg.vector_norm(local, norm_type, dtype=torch.float64)
             parts.append(norm.to(device))
     total = _norm_over_groups(norms, norm_type)
+    total = _agreed_norm(total, norms, (max_norm, norm_type, error_if_nonfinite, missing))
     if error_if_nonfinite and not math.isfinite(total):
         raise RuntimeError(f"the norm of the gradients must be finite, got {float(total)}")
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
@@ -118,6 +141,22 @@ def _as_tensors(parameters) -> list[torch.Tensor]:
     return given
 
 
+def _expect_no_gradients(parameters: Collection[torch.Tensor]):
+    """Raise TypeError for tensors none of which can have a gradient, as gradients themselves."""
+    if not any(map(_may_have_gradient, parameters)):
+        raise TypeError(
+            f"parameters must be those whose gradients are scaled, got {len(parameters)} tensors "
+            "that require no gradient and have none: are they the gradients? Pass "
+            "model.parameters()"
+        )
+
+
+def _may_have_gradient(p: torch.Tensor) -> bool:
+    if p.requires_grad or isinstance(p, torch.nn.Parameter):
+        return True
+    return p.grad is not None or getattr(p, "main_grad", None) is not None
+
+
 def _expect_marks(parameters: Collection[torch.Tensor], group):
     """Raise ValueError if there is a group, and no parameter says whether it is sharded."""
     if group_size(group) > 1 and not any(map(_is_marked, parameters)):
@@ -144,11 +183,37 @@ def _norm_over_groups(norms: dict[tuple[str, ...], list[torch.Tensor]], norm_typ
             of_ranks = gather_from_ranks(total, resolve_process_group(name))
             total = torch.linalg.vector_norm(of_ranks, norm_type)
         totals.append(total)
-    total = torch.linalg.vector_norm(torch.stack(totals), norm_type)
-    # replicated gradients may differ in the last bit
-    for name in dict.fromkeys(itertools.chain(*norms)):
-        total = gather_from_ranks(total, resolve_process_group(name))[0]
-    return total
+    return torch.linalg.vector_norm(torch.stack(totals), norm_type)
+
+
+def _agreed_norm(total: torch.Tensor, norms: Collection[tuple[str, ...]], numbers) -> torch.Tensor:
+    """Return the first rank's norm of the whole model on all ranks of all groups.
+
+    It has the same bits everywhere, though replicated gradients may differ in the last one. The
+    numbers of `AGREED` travel with it: ValueError where they differ, or a norm of NaN where that
+    would wait for a GPU and nobody asked for it.
+    """
+    names = dict.fromkeys(itertools.chain(*norms))
+    if not names:
+        return total
+    own = torch.stack([total.new_full((), float(number)) for number in numbers])
+    sizes = [1, len(own), len(own)]
+    packet = torch.cat([total.view(1), own, own])
+    for name in names:
+        of_ranks = gather_from_ranks(packet, resolve_process_group(name))
+        norm, least, most = of_ranks.split(sizes, 1)
+        packet = torch.cat([norm[0], least.amin(0), most.amax(0)])
+    norm, least, most = packet.split(sizes)
+    is_waited_for = bool(dict(zip(AGREED, numbers))["error_if_nonfinite"])
+    if packet.is_cuda and not is_waited_for:
+        return torch.where((least == most).all(), norm[0], torch.nan)
+    for what, low, high in zip(AGREED, least.tolist(), most.tolist()):
+        if low != high:
+            raise ValueError(
+                f"clip_grad_norm_ needs {what} equal on all ranks, got {low:g} on one and {high:g} "
+                "on another; nothing was scaled"
+            )
+    return norm[0]
 
 
 def _sharded_over(p: torch.Tensor, gradient: torch.Tensor | None, group) -> tuple[str, ...]:

@@ -28,7 +28,8 @@ class VocabParallelEmbedding(VocabRows):
     differ between ranks give rows that belong to none of them.
 
     Args:
-        init: by default std 1.
+        init: by default std 1. A loop over a model's parameters with `torch.nn.init` and one seed
+            gives all shards equal rows, see `Init`.
         sequence_parallel: True: ids [S, ..] -> this rank's [S/P, .., H]; one reduce-scatter,
             backward one all-gather.
         options: its ``check`` has the ranks compare their ids first, by one all-gather and a host

@@ -71,7 +71,8 @@ class VocabParallelHead(VocabRows):
     ``state_dict`` describes weight and bias as DTensors (``Shard(0)``), so that
     `torch.distributed.checkpoint` saves them at one group size and loads them at another; before an
     optimiser's state is saved so, call `to_dtensor`. `load_state_dict` also takes whole matrices,
-    and this rank's rows. ``dict(head.named_parameters())`` is no state_dict: its plain tensors say
+    and this rank's rows; of DTensors that are sharded otherwise it is a collective call of their
+    ranks. ``dict(head.named_parameters())`` is no state_dict: its plain tensors say
     nothing of whose rows they are, and a checkpoint has rank 0's for all.
 
     Args:
@@ -84,7 +85,9 @@ class VocabParallelHead(VocabRows):
             the group: "all_reduce" for replicated hidden states, "reduce_scatter" for sequence
             parallelism (hidden [S/P, ..], labels and results for all S), "none" to leave each
             rank's part to the caller.
-        init: how a weight is drawn that is not tied; ValueError beside ``weight``.
+        init: how a weight is drawn that is not tied; ValueError beside ``weight``. A loop over a
+            model's parameters with `torch.nn.init` and one seed gives all shards equal rows, see
+            `Init`.
         device, dtype: where, and in which dtype, parameters are made; beside ``weight`` as it is,
             or a ValueError. On "meta" they hold nothing: after ``to_empty(device=..)`` call
             `reset_parameters`, or they are whatever was in memory.
@@ -151,7 +154,8 @@ class VocabParallelHead(VocabRows):
     ) -> HeadLossOutput | torch.Tensor:
         """Return the `HeadLossOutput` of hidden [.., H] and labels [..].
 
-        Without labels it is this rank's `logits`.
+        A collective call of the shard's group, as `HeadLoss.linear` is. Without labels it is this
+        rank's `logits`.
 
         Args:
             head_loss: this call's, in the place of the module's.
@@ -185,7 +189,10 @@ class VocabParallelHead(VocabRows):
         options: Options | None = None,
         **kwargs: StatisticsKeywords,
     ) -> VocabStatistics:
-        """Return the statistics [..] of hidden [.., H] and labels [..]."""
+        """Return the statistics [..] of hidden [.., H] and labels [..].
+
+        A collective call of the shard's group, forward and backward, as `linear_vocab_statistics`.
+        """
         self.expect_no_rows_of_hooks("statistics")
         linear = replace(self.linear, mode="recompute", upstream=None)
         transform = self._transform_at(kwargs.get("transform"))
@@ -215,7 +222,9 @@ class VocabParallelHead(VocabRows):
     def logits(self, hidden: Floating) -> torch.Tensor:
         """Return hidden @ weight^T + bias [.., width] sharded on V, for hidden [.., H].
 
-        Columns of padding are 0. The logits are not transformed: pass them to a HeadLoss with
+        No communication forward (of sequence parallelism an all-gather), backward one collective of
+        the shard's group, which reduces the gradient of the hidden states. Columns of padding are
+        0. The logits are not transformed: pass them to a HeadLoss with
         ``shard=head.shard, transform=head.transform``.
         """
         self.expect_no_rows_of_hooks("logits")

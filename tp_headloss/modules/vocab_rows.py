@@ -37,7 +37,11 @@ class Init:
     """Initialisation of a vocabulary matrix.
 
     Weights are normal, and depend on the seed and the row alone, so that every group size gives the
-    same matrix (on one type of device). Padding rows and biases are 0.
+    same matrix (on one type of device). Padding rows and biases are 0. `torch.nn.init` on a module's
+    weight, from a generator in the same state on all ranks, gives all shards the same rows: call
+    ``module.reset_parameters()``, or pass a generator whose seed depends on the rank,
+    ``torch.nn.init.normal_(weight, generator=torch.Generator(device).manual_seed(1000 * seed +
+    rank))``. Nothing notices equal rows but a call with ``Options(validate="full")``.
 
     Args:
         seed: by default drawn from torch's generator, which must be in the same state on all ranks.
@@ -74,8 +78,10 @@ class VocabRows(nn.Module):
         else:
             expected = shard.padded_size if is_dtensor(weight) else rows
             if weight.shape != (expected, hidden_size):
+                whose = "the DTensor of all rows" if is_dtensor(weight) else "this rank's rows"
                 raise ValueError(
-                    f"weight must be [{expected}, {hidden_size}], got {list(weight.shape)}"
+                    f"weight must be [{expected}, {hidden_size}], {whose} with padding "
+                    f"(padded_size={shard.padded_size}), got {list(weight.shape)}"
                 )
             _expect_nothing_of_its_own(weight, init, device, dtype)
             device, dtype = weight.device, weight.dtype  # of the bias

@@ -100,7 +100,8 @@ def kept_ids(
     per token. That is all for a token whose set is among these logits. Larger sets, as those of
     flat distributions, take all logits of their tokens, gathered 2^22 at a time and sorted.
 
-    Rule and transform must be equal on all ranks of the group; ``Options(validate="full")`` finds
+    A collective call: all ranks of the group make it, and their rule and transform must be equal;
+    ``Options(validate="full")`` finds
     what differs.
 
     Args:

@@ -4,7 +4,7 @@ A true synonym is taken where `checked` sees it; for every other name the error 
 """
 
 import difflib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import NamedTuple
 
 SUM_NORM = "seq-mean-token-sum-norm"
@@ -42,7 +42,12 @@ PLACES = {
     "HeadLoss.linear": "HeadLoss(..).linear(.., {}=..), an argument of the call",
 }
 # classes that users make by their class methods
-MADE_BY = {"Sequences": "Sequences.from_mask(mask), .from_cu_seqlens(..) or .from_ids(..)"}
+# and functions whose first argument is easily left out
+MADE_BY = {
+    "Sequences": "Sequences.from_mask(mask), .from_cu_seqlens(..) or .from_ids(..)",
+    "VocabShard.from_group": "VocabShard.from_group(group, vocab_size), with None for one rank",
+    "VocabShard.from_mesh": "VocabShard.from_mesh(mesh, vocab_size)",
+}
 # parameter -> the record that it takes, whose own arguments may be given in its place
 RECORDS = {
     "transform": "Transform",
@@ -144,7 +149,15 @@ WRITTEN = (
     Alias("entropy", "verl", "term", "Entropy(0.01)"),
     Alias("kl", "verl", "term", 'KLToReference(0.001, "k3"), or Distillation() for a teacher'),
     Alias("grpo", "TRL, verl", "term", "GRPO(..), a whole HeadLoss"),
-    Alias("top5_accuracy", "torchmetrics", "metric", "TopKAccuracy(5)"),
+    Alias("acc", "many", "metric", '"accuracy"'),
+    Alias("top5_accuracy, top5", "torchmetrics, many", "metric", "TopKAccuracy(5)"),
+    Alias("loss", "many", "metric", 'out.means()["loss"], which every output has'),
+    Alias(
+        "z_loss",
+        "Megatron",
+        "metric",
+        'a term, ZLoss(1e-4): out.means()["loss/z_loss"] is its mean',
+    ),
     Alias("bpb, bits_per_byte", "lm-evaluation-harness", "metric", "BitsPerByte()"),
     Alias("ppl", "many", "metric", '"perplexity"'),
     Alias(
@@ -209,11 +222,12 @@ WRITTEN = (
     ),
     Alias("label_smoothing", "torch", "HeadLoss", "HeadLoss(CrossEntropy(label_smoothing=0.1))"),
     Alias(
-        "lse_square_scale",
-        "flash-attention, Liger",
+        "lse_square_scale, z_loss_weight, z_loss_coeff, z_loss_coef",
+        "flash-attention, Liger, many",
         "HeadLoss, CrossEntropy",
-        "a term, ZLoss(lse_square_scale)",
+        "a term, ZLoss({})",
     ),
+    Alias("size_average, reduce", "torch", "HeadLoss", 'reduction="mean", "sum" or "none"'),
     Alias("z_loss", "Megatron", "HeadLoss, CrossEntropy", "a term, ZLoss(1e-4)"),
     Alias("ce_weight", "Liger", "CrossEntropy", "class_weight="),
     Alias("alpha", "Hinton", TEACHERS, "[CrossEntropy(1 - alpha), Distillation(alpha)]"),
@@ -315,6 +329,39 @@ WRITTEN = (
         LOSSES,
         "labels=shift_labels; CausalLMLoss(..) takes labels to be shifted",
     ),
+    Alias(
+        "shift",
+        "CCE",
+        LOSSES,
+        "labels=torch.nn.functional.pad(labels[..., 1:], (0, 1), value=-100), or of logits "
+        "CausalLMLoss(..)",
+    ),
+    Alias(
+        "want",
+        "ours",
+        "HeadLoss.forward, HeadLoss.linear",
+        "HeadLoss(.., metrics=..), or vocab_statistics(.., want=..) for values per token",
+    ),
+    Alias(
+        "want",
+        "ours",
+        "VocabParallelHead.forward",
+        "head.statistics(hidden, labels, want=..), or metrics= of its HeadLoss",
+    ),
+    Alias(
+        "padding_idx",
+        "torch",
+        "VocabParallelEmbedding",
+        "embedding(ids).masked_fill((ids == padding_idx)[..., None], 0.0), of its result",
+    ),
+    Alias(
+        "group, process_group",
+        "torch",
+        "clip_grad_norm_",
+        "tensor_parallel_group={}, of parameters with tensor_model_parallel = True; others say "
+        "their group themselves",
+    ),
+    Alias("foreach", "torch", "clip_grad_norm_", "nothing: it always works as with foreach=True"),
     Alias("input", "torch", "HeadLoss.forward", "logits="),
     Alias("_input", "Liger", "HeadLoss.linear", "hidden="),
     Alias("lin_weight", "Liger", "HeadLoss.linear", "weight="),
@@ -403,31 +450,6 @@ def hint(value, names: Collection[str], of: str = "value") -> str:
     spelled = {name.lower().replace("-", "_"): name for name in names}
     close = difflib.get_close_matches(value.lower().replace("-", "_"), spelled, 1, 0.75)
     return f": did you mean {spelled[close[0]]!r}?" if close else ""
-
-
-def refuse_keywords(function, unknown: Iterable[str], takes_others: bool):
-    """Raise TypeError for an unknown keyword, with what to write as far as that is known.
-
-    Args:
-        takes_others: the function hands keywords on, so that only those with known words are wrong.
-    """
-    name = function.__qualname__
-    result = getattr(function, "__annotations__", {}).get("return")
-    for keyword in sorted(unknown, key=lambda x: (x not in HOSTS, x)):
-        found = [x.ours for x in ALIASES if x.name == keyword and name in x.of.split(", ")]
-        if {name, result} & OF_CALLS:
-            for place, text in PLACES.items():
-                if keyword in KEYWORDS.get(place, ()):
-                    found.append(text.format(keyword))
-        for parameter, record in RECORDS.items():
-            if parameter in KEYWORDS[name] and keyword in KEYWORDS.get(record, ()):
-                found.append(f"{parameter}={record}({keyword}=..)")
-        if name in INSTALLATIONS:
-            others = [other for other in INSTALLATIONS if keyword in KEYWORDS.get(other, ())]
-            found += [f"{other}(model, {keyword}=..)" for other in others]
-        if found or not takes_others:
-            said = f": write {found[0]}" if found else hint(keyword, KEYWORDS[name], "keyword")
-            raise TypeError(f"{name}() got an unexpected keyword argument {keyword!r}{said}")
 
 
 def rows() -> list[str]:

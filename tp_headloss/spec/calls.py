@@ -8,7 +8,17 @@ import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from .aliases import MADE_BY, refuse_keywords
+from .aliases import (
+    ALIASES,
+    HOSTS,
+    INSTALLATIONS,
+    KEYWORDS,
+    MADE_BY,
+    OF_CALLS,
+    PLACES,
+    RECORDS,
+    hint,
+)
 
 
 class Arity(NamedTuple):
@@ -74,6 +84,31 @@ def refuse_call(
         maker = MADE_BY.get(owner.removesuffix("()"))
         said = "" if maker is None else f": write {maker}"
         raise TypeError(f"{owner} must have {', '.join(wanted)}, got {got}{said}")
+
+
+def refuse_keywords(function, unknown: Iterable[str], takes_others: bool):
+    """Raise TypeError for an unknown keyword, with what to write as far as that is known.
+
+    Args:
+        takes_others: the function hands keywords on, so that only those with known words are wrong.
+    """
+    name = function.__qualname__
+    result = getattr(function, "__annotations__", {}).get("return")
+    for keyword in sorted(unknown, key=lambda x: (x not in HOSTS, x)):
+        found = [x.ours for x in ALIASES if x.name == keyword and name in x.of.split(", ")]
+        if {name, result} & OF_CALLS:
+            for place, text in PLACES.items():
+                if keyword in KEYWORDS.get(place, ()):
+                    found.append(text.format(keyword))
+        for parameter, record in RECORDS.items():
+            if parameter in KEYWORDS[name] and keyword in KEYWORDS.get(record, ()):
+                found.append(f"{parameter}={record}({keyword}=..)")
+        if name in INSTALLATIONS:
+            others = [other for other in INSTALLATIONS if keyword in KEYWORDS.get(other, ())]
+            found += [f"{other}(model, {keyword}=..)" for other in others]
+        if found or not takes_others:
+            said = f": write {found[0]}" if found else hint(keyword, KEYWORDS[name], "keyword")
+            raise TypeError(f"{name}() got an unexpected keyword argument {keyword!r}{said}")
 
 
 def _own(names: list[str]) -> list[str]:

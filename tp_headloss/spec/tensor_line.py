@@ -167,6 +167,8 @@ class TensorLine:
             after = x.dim() - 1 - self.sharded % x.dim()  # dimensions that are not padded
             pad = ", ".join(["0"] * (2 * after + 1) + [str(missing)])
             return f": without the shard's padding? Pass F.pad(.., ({pad}))"
+        if self.sharded == 0 and x.dim() == 2 and x.shape[0] == expected[0]:
+            return f": or pass hidden states [.., {x.shape[1]}]"
         if lead != expected or not lead:
             return ""
         sizes = ", ".join(map(str, lead))
