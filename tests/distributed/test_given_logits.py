@@ -3,6 +3,7 @@ probabilities, or that each rank has normalised over its own columns."""
 
 import pytest
 import torch
+import torch.nn.functional as F
 from ranks import on_ranks
 
 import tp_headloss as hl
@@ -40,15 +41,22 @@ RIGHT = {
 CHANGES = [{-1: -1.0, -2: 1.0}, {0: -1.0, 1: 1.0}, {0: 0.5}]
 
 
-def loss_of(group, device, of_whole, of_own, dtype, options, bounds=None, way="loss"):
-    """Loss of a student with a teacher that is a function of logits, whole ones, then a rank's; by way
-    "student" of a student alone that is."""
-    shard = hl.VocabShard.from_group(group, V)
-    if bounds is not None:
+def loss_of(group, device, of_whole, of_own, dtype, options, bounds=None, way="loss", padding=0.0):
+    """Loss of a student with a teacher that is a function of logits, whole ones, then a rank's with
+    its padding; by way "student" of a student alone that is.
+
+    `bounds` may be a padded size, too.
+    """
+    shard = hl.VocabShard.from_group(group, V, padded_size=bounds if type(bounds) is int else None)
+    if isinstance(bounds, list):
         shard = hl.VocabShard.from_boundaries(bounds, V, group)
     both = torch.randn(2, N, V, generator=torch.Generator().manual_seed(5)).to(device)
     cut = slice(shard.start, shard.start + shard.valid_width)
-    logits = of_own(of_whole(2 * both[0])[:, cut]).to(dtype)
+
+    def padded(x):
+        return F.pad(x, (0, shard.width - x.shape[1]), value=padding)
+
+    logits = of_own(padded(of_whole(2 * both[0])[:, cut])).to(dtype)
     if way == "student":
         return float(hl.HeadLoss(options=options)(logits, LABELS.to(device), shard=shard).loss)
     teacher = hl.Teacher(logits)
@@ -56,9 +64,9 @@ def loss_of(group, device, of_whole, of_own, dtype, options, bounds=None, way="l
     head_loss = hl.HeadLoss([hl.Distillation()], options=options)
     labels = LABELS.to(device)
     if way == "linear":
-        weight = both[1].t().contiguous()[cut]
+        weight = padded(both[1][:, cut]).t().contiguous()
         return float(head_loss.linear(torch.eye(N, device=device), weight, labels, **given).loss)
-    return float(head_loss(both[1][:, cut], labels, **given).loss)
+    return float(head_loss(padded(both[1][:, cut]), labels, **given).loss)
 
 
 def of_whole(group, device, kind, mask, *rest):
@@ -118,7 +126,20 @@ def test_check_knows_logits_that_are_normalised_over_a_ranks_own_columns(
     expect_refused(results, "normalised over a rank's own columns")
 
 
-@pytest.mark.parametrize("bounds", [None, [0, V, V], [0, 1, V]])
+@pytest.mark.parametrize("padding", [0.0, 0.5, -9.0, -INF])
+@pytest.mark.parametrize("padded_size", [42, 44, 60])
+@pytest.mark.parametrize("kind", OWN)
+@pytest.mark.parametrize("way", ["loss", "linear", "student"])
+def test_check_knows_logits_that_are_normalised_with_a_ranks_own_padding(
+    way, kind, padded_size, padding
+):
+    for dtype in DTYPES:
+        call = of_own, kind, "no mask", dtype, CHECK, padded_size, way, padding
+        results = on_ranks(2, *call, failures=True)
+        expect_refused(results, "normalised over a rank's own columns")
+
+
+@pytest.mark.parametrize("bounds", [None, [0, V, V], [0, 1, V], 41, 44])
 @pytest.mark.parametrize("kind", RIGHT)
 @pytest.mark.parametrize("way", ["loss", "student"])
 def test_check_takes_logits_that_say_nothing_wrong(way, kind, bounds):

@@ -1,8 +1,9 @@
 """`Options(check=True)`: a ValueError on every rank about logits, of the student or of a teacher, that
 are probabilities, or normalised over the columns of one rank.
 
-Both give losses that look right. What tells them is a sum over columns, so ranks exchange five
-numbers per token.
+Both give losses that look right. What tells them is a sum over columns, so ranks exchange seven
+numbers per token. A softmax of a rank's own columns may have had its padding in the sum or not, so
+the sums of a rank are there with padding and without.
 """
 
 import math
@@ -18,13 +19,16 @@ SUM_ROUNDING = 1e-2  # of probabilities in any dtype
 
 
 class _Columns(NamedTuple):
-    """Facts about the columns of each rank, [P, n] of n tokens."""
+    """Facts about the columns of each rank, without those of padding but for the last two: [P, n] of
+    n tokens."""
 
     width: torch.Tensor
     least: torch.Tensor
     largest: torch.Tensor
     total: torch.Tensor
     lse: torch.Tensor
+    padded_total: torch.Tensor
+    padded_lse: torch.Tensor
 
 
 def expect_logits(request: Request, valid: torch.Tensor, have_own: bool):
@@ -45,7 +49,7 @@ def expect_logits(request: Request, valid: torch.Tensor, have_own: bool):
 
 
 def _expect_logits(name: str, logits: torch.Tensor, remedy: str, request: Request, valid):
-    own = _described(logits[:, : request.facts.valid_width])
+    own = _described(logits, request.facts.valid_width)
     ranks = gather_from_ranks(own, request.shard.group)[:, :, request.order.flatten(valid)]
     known = _Columns(*ranks.unbind(1))
     differ = known.least.amin(0) < known.largest.amax(0)  # False beside a NaN, too
@@ -65,30 +69,40 @@ def _expect_logits(name: str, logits: torch.Tensor, remedy: str, request: Reques
         )
 
 
-def _described(columns: torch.Tensor) -> torch.Tensor:
-    """Return the `_Columns` of this rank's columns [N, width]: [5, N] float64."""
-    width = columns.shape[1]
+def _described(logits: torch.Tensor, width: int) -> torch.Tensor:
+    """Return the `_Columns` of this rank's logits [N, width and padding]: [7, N] float64."""
     if width == 0:
-        nothing = columns.new_tensor([0, math.inf, -math.inf, 0, -math.inf], dtype=torch.float64)
-        return nothing[:, None].expand(-1, len(columns))
+        inf = math.inf
+        nothing = logits.new_tensor([0, inf, -inf, 0, -inf, 0, -inf], dtype=torch.float64)
+        return nothing[:, None].expand(-1, len(logits))
     found = []
-    for part in columns.split(max(1, BLOCK_ELEMENTS // width)):
-        x = part.double()
-        total = x.sum(1)
-        row = torch.full_like(total, width), x.amin(1), x.amax(1), total, x.logsumexp(1)
+    for part in logits.split(max(1, BLOCK_ELEMENTS // logits.shape[1])):
+        x, padding = part.double().tensor_split([width], 1)
+        total, lse = x.sum(1), x.logsumexp(1)
+        padded_total = total + padding.sum(1)
+        padded_lse = torch.logaddexp(lse, padding.logsumexp(1))
+        columns = torch.full_like(total, width)
+        row = columns, x.amin(1), x.amax(1), total, lse, padded_total, padded_lse
         found.append(torch.stack(row))
     return torch.cat(found, 1)
 
 
 def _are_of_own_columns(known: _Columns, eps: float) -> bool:
-    """Return True if each of several ranks has a softmax or a log-softmax of its own columns."""
+    """Return True if each of several ranks has a softmax or a log-softmax of its own columns, with
+    or without those of padding."""
     has_columns = known.width[:, 0] > 0
     if int(has_columns.sum()) < 2:
         return False
-    least, total, lse = [x[has_columns] for x in (known.least, known.total, known.lse)]
-    are_probabilities = (least >= 0) & ((total - 1).abs() <= SUM_ROUNDING)
-    are_log_probs = lse.abs() <= 1e-3 + 8 * eps  # log-probs to -16 are rounded by up to 8 eps
-    return bool(are_probabilities.all() or are_log_probs.all())
+    own = _Columns(*(x[has_columns] for x in known))
+    # log-probs to -16 are rounded by up to 8 eps
+    is_zero = 1e-3 + 8 * eps
+    are_log_probs = (own.lse.abs() <= is_zero) | (own.padded_lse.abs() <= is_zero)
+    is_one = (own.total - 1).abs() <= SUM_ROUNDING
+    is_one |= (own.padded_total - 1).abs() <= SUM_ROUNDING
+    are_probabilities = (own.least >= 0) & is_one
+    # else log-probs of the vocabulary, beside padding that holds 0
+    is_own = own.lse.logsumexp(0).abs() > is_zero
+    return bool(are_probabilities.all() or (are_log_probs.all() and is_own.any()))
 
 
 def _are_probabilities(known: _Columns) -> bool:
