@@ -204,6 +204,59 @@ def test_the_rows_of_a_module_say_that_they_are_a_shard():
     assert on_ranks(2, rows_of_a_module) == [True] * 2
 
 
+def selected(group, device, case):
+    """Rows of ids 2 and 1 of six, of which each of two ranks has three, or a bias of them."""
+    whole, rank = torch.arange(12.0, device=device).view(6, 2), group.rank()
+    to, ids = VocabShard.from_group(group, 2), torch.tensor([2, 1], device=device)
+    shard, rows = None, whole[3 * rank : 3 * rank + 3]
+    if case == "bias":
+        rows = rows[:, 0]
+    elif case == "uneven":
+        rows, ids = whole[4 * rank : 4 * rank + 4], ids - 1
+    elif case == "ids beyond the rows of one rank":
+        rows, ids = whole[4 * rank : 4 * rank + 4], ids + 1
+    elif case == "other ids":
+        rows, ids = whole, ids + rank
+    elif case == "whole":
+        rows = whole
+    elif case == "whole with padding":
+        shard = VocabShard.from_group(None, 6, padded_size=8)
+        rows = torch.cat([whole, torch.full((2, 2), rank + 0.5, device=device)])
+    elif case == "on rank 0":
+        shard = VocabShard.from_boundaries([0, 6, 6], 6, group)
+        rows = whole if rank == 0 else whole.new_empty(0, 2)
+    elif case == "for a student on rank 0":
+        shard, to = VocabShard.from_group(group, 6), VocabShard.from_group(None, 2)
+    return hl.select_rows(rows, ids, shard=shard, to=to).tolist()
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("weight", "agree on weight, whole on each rank without shard="),
+        ("bias", "agree on weight, whole on each rank without shard="),
+        ("uneven", "agree on weight, whole on each rank without shard="),
+        (
+            "ids beyond the rows of one rank",
+            "rank 1 of the group: ids must be in [0, 2), got [2, 3]",
+        ),
+        ("other ids", "agree on ids"),
+    ],
+)
+def test_rows_of_a_forgotten_shard_for_several_ranks_are_an_error_on_every_rank(case, words):
+    results = on_ranks(2, selected, case, failures=True)
+    assert all(r.kind == "ValueError" and words in r.message for r in results), results
+
+
+@pytest.mark.parametrize("case", ["whole", "whole with padding", "on rank 0"])
+def test_rows_of_whole_weights_and_of_one_rank_are_selected(case):
+    assert on_ranks(2, selected, case) == [[[4.0, 5.0]], [[2.0, 3.0]]]
+
+
+def test_each_rank_may_have_all_rows_that_are_selected():
+    assert on_ranks(2, selected, "for a student on rank 0") == [[[4.0, 5.0], [2.0, 3.0]]] * 2
+
+
 def test_the_rank_that_holds_the_store_leaves_when_all_have_read_it(monkeypatch):
     """Its error may end its process, and the store of ranks that torchrun has not started."""
     store, order, left, thread = dist.HashStore(), [], threading.Event(), threading.local()

@@ -14,6 +14,8 @@ from ..ranks.shard import VocabShard
 from ..spec import Rows, TensorLine, described, lines_within
 
 SENT_ROWS = 1024  # rows of a matrix that ranks exchange at once
+# what ranks compare, as an error says it
+WHOLE_WEIGHT = "weight, whole on each rank without shard= (of sharded rows, pass their shard=)"
 
 
 def _expect_distinct(ids: torch.Tensor, vocab_size: int):
@@ -49,17 +51,23 @@ def select_rows(
     For a draft model over a subset of the vocabulary (EAGLE-3), whose teacher is then the target
     model's head at these ids: ``TeacherHead(hidden, select_rows(weight, ids, shard=shard))``,
     selected once from a frozen weight. All ranks of both groups call it; the ids' rows travel to
-    every rank, by blocks, and the arguments are compared between ranks.
+    every rank, by blocks, and the arguments are compared between ranks. Rows that lie on one rank
+    alone are those of ``VocabShard.from_boundaries([0, V, V], V, group)``, and the other rank has
+    ``weight.new_empty(0, H)``.
 
     Args:
         weight: [width, ..] this rank's rows, or a DTensor; a bias [width] is such a matrix, too.
         ids: in [0, V), distinct, replicated: id i of the subset is ids[i]. A softmax over the
             subset would count an id that is there twice twice. A draft's "d2t" are offsets: the ids
             are ``d2t + torch.arange(len(d2t))``.
-        shard: of the weight. None: not sharded, or the DTensor's layout.
+        shard: of the weight. None: not sharded, or the DTensor's layout. With `to` of several ranks
+            a whole weight must have equal bits on all of them, so that a forgotten ``shard=`` is
+            found; without `to` it is not, and each rank's own rows are taken for ids from 0.
         to: of the subset, of V_d ids; by default ``VocabShard.from_group(shard.group, len(ids))``.
             Its group may be another one, such as the student's, whose ranks are all in a group of
-            the weight's shard.
+            the weight's shard. For a student on one rank alone each rank gives
+            ``VocabShard.from_group(None, len(ids))``, and the others throw the result away. A
+            ``shard=`` or ``to=`` that one rank alone leaves out makes the ranks wait for each other.
 
     Returns:
         [to.width, ..] new memory, without gradient; rows of padding are 0.
@@ -76,10 +84,13 @@ def select_rows(
         >>> draft_id = torch.full((4,), -100).index_copy(
         ...     0, ids, torch.arange(2)
         ... )  # of each id; -100: not in the subset
-        >>> draft_id[torch.tensor([1, 2, 3])]  # labels
-        tensor([   1, -100,    0])
+        >>> labels = torch.tensor([1, 2, 3, -100])
+        >>> known = draft_id[labels.clamp(min=0)]  # draft_id[-100] counts from the end
+        >>> torch.where(labels < 0, -100, known)
+        tensor([   1, -100,    0, -100])
     """
-    with Agreement(Options(validate="full"), shard) as agreement:
+    full = Options(validate="full")
+    with Agreement(full, to) as of_subset, Agreement(full, shard) as of_weight:
         weight, shard = local_rows("weight", weight, shard)
         shard.expect_width("weight", weight.shape[0], "rows")
         for name, x in (("ids", ids), ("to", to)):
@@ -93,9 +104,10 @@ def select_rows(
             raise ValueError("weight and ids must have values, got tensors on meta")
         ids = ids.to(weight.device, torch.int64)
         _expect_distinct(ids, shard.vocab_size)
-        agreement.record("select_rows", shard, weight=weight, ids=ids)
-    with Agreement(Options(validate="full"), to) as agreement:
-        agreement.record("select_rows", to)
+        of_weight.record("select_rows", shard, weight=weight, ids=ids)
+        # each rank takes rows of its own where there is one rank of the weight
+        whole = {WHOLE_WEIGHT: weight[: shard.valid_width]} if shard.world_size == 1 else {}
+        of_subset.record("select_rows", to, ids=ids, **whole)
     out = weight.new_zeros(to.width, *weight.shape[1:])
     for first in range(0, len(ids), SENT_ROWS):
         here = ids[first : first + SENT_ROWS] - shard.start
