@@ -491,7 +491,9 @@ def test_bad_arguments_are_named():
     short, biased = torch.nn.Parameter(torch.zeros(3, H)), hl.Transform(bias=torch.zeros(PADDED))
     whole_weight = torch.nn.Parameter(torch.zeros(PADDED, H))
     for words, call in {
-        r"\[2176, 16\], this rank.s rows .*, got \[3, 16\]": lambda: hl.VocabParallelHead(H, shard, weight=short),
+        r"\[2176, 16\], this rank.s rows .*, got \[3, 16\]": lambda: hl.VocabParallelHead(
+            H, shard, weight=short
+        ),
         "the bias is the module's": lambda: hl.VocabParallelHead(H, shard, transform=biased),
         "without labels": lambda: hl.VocabParallelHead(H, shard)(
             torch.zeros(2, H), token_weight=torch.ones(2)

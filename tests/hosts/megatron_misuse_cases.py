@@ -32,7 +32,8 @@ from tp_headloss import (
 )
 from tp_headloss.integrations.megatron import MegatronHead, MegatronHeadMixin, install
 from tp_headloss.ranks.shard import has_vocab_shard
-from tp_headloss.spec.aliases import ALIASES, HEAD
+from tp_headloss.spec.alias_table import HEAD
+from tp_headloss.spec.aliases import ALIASES
 
 SMOOTHED = [CrossEntropy(label_smoothing=0.5), ZLoss(1e-3)]
 INPLACE = MegatronHead(ignore_index=-100, options=Options(inplace=True))

@@ -45,7 +45,8 @@ from tp_headloss import (
     vocab_statistics,
 )
 from tp_headloss.spec import Instance, OneOf, lines_within
-from tp_headloss.spec.aliases import ALIASES, HEAD, INSTALLATIONS, KEYWORDS, WRITTEN, rows, synonym
+from tp_headloss.spec.alias_table import HEAD, WRITTEN
+from tp_headloss.spec.aliases import ALIASES, INSTALLATIONS, KEYWORDS, rows, synonym
 from tp_headloss.spec.lines import AnyOf
 
 PAGE = Path(__file__).parents[2] / "docs" / "names.md"

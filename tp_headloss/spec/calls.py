@@ -8,9 +8,9 @@ import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from .alias_table import HOSTS
 from .aliases import (
     ALIASES,
-    HOSTS,
     INSTALLATIONS,
     KEYWORDS,
     MADE_BY,
