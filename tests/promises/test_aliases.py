@@ -294,6 +294,30 @@ MESSAGES = {
         ),
         "which none of them takes; a KL of weight 0, as kl=0, takes none",
     ),
+    "a reference beside metrics alone": (
+        lambda: HeadLoss(metrics=tp_headloss.PolicyMetrics())(
+            LOGITS,
+            LABELS,
+            inputs=dict.fromkeys(("advantages", "old_log_prob", "reference_log_prob"), LOGITS),
+        ),
+        "takes none, and PolicyMetrics(..) with reference=True alone",
+    ),
+    "rows and ids that are swapped": (
+        lambda: tp_headloss.select_rows(LABELS[0], LOGITS[0]),
+        "ids must be int64 or int32, got torch.float32: the order is select_rows(weight, ids)",
+    ),
+    "two terms of one objective": (
+        lambda: HeadLoss([PolicyGradient(), PolicyGradient()]),
+        "add up the weights of equal ones, or give another name, PolicyGradient(.., name=..), ",
+    ),
+    "no teacher": (
+        lambda: HeadLoss(Distillation())(LOGITS, LABELS),
+        "missing ['teacher']; write inputs={'teacher': Teacher(..)}",
+    ),
+    "a support in the place of the divergence": (
+        lambda: TopKDistillation(1.0, "tail"),
+        "got 'tail': write TopKDistillation(.., support=\"tail\")",
+    ),
     "sequences of a mask": (
         lambda: Sequences(LABELS == 0),
         "got mask: write Sequences.from_mask(mask), .from_cu_seqlens(..) or .from_ids(..)",
@@ -387,7 +411,7 @@ MESSAGES = {
     ),
     "two terms of one name": (
         lambda: HeadLoss([CrossEntropy(), CrossEntropy(0.5)]),
-        "add up the weights of equal ones, or dataclasses.replace(term, name=..)",
+        "or of terms that take none dataclasses.replace(term, name=..)",
     ),
     "a shard without its group": (
         lambda: VocabShard.from_group(53),

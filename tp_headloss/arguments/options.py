@@ -25,7 +25,7 @@ class Transform:
         bias: of this rank's shard, differentiable.
         softcap: by default none (Gemma 2, arXiv:2408.00118, section 2).
         temperature: one, or one per token (the logits' leading shape); a token whose own is not
-            positive is NaN.
+            positive is NaN. Logits that are divided by it already need none.
 
     Examples:
         >>> stats = vocab_statistics(
@@ -107,7 +107,9 @@ class Options:
             only; for debugging); "checksums" is "full" and compares the bits of replicated hidden
             states, too. With ``check``, calls without a shard compare over all ranks of the job:
             equal labels with other logits are a forgotten shard. That waits at most 60 s for ranks
-            that make no such call (other pipeline stages, say), once, and then compares no more.
+            that make no such call (other pipeline stages, say), once, and then compares no more. A
+            rank that alone forgot its ``shard=`` so waits, is warned and goes on with a number of
+            its own columns that looks right, while the others wait for it until their timeout.
             The same on all ranks of the group.
 
     Examples:

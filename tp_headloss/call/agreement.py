@@ -397,7 +397,9 @@ def _compare_job(texts: list[str] | None, error):
     if texts is None and "job" not in _logged:
         _logged.add("job")
         _log.warning(
-            "without shard=, the ranks of the job compare nothing: some made no call in %g s",
+            "without shard=, the ranks of the job compare nothing: some made no such call in %g s. "
+            "If they have a shard=, this rank forgot its own, and they wait for it: pass "
+            "shard=VocabShard.from_group(group, vocab_size)",
             JOB_WAIT,
         )
     seen: dict[str, tuple[int, Any]] = {}

@@ -49,10 +49,12 @@ def vocab_statistics(
     Args:
         logits: fp32, bf16 or fp16 (float64 with the torch backend), any leading shape and strides;
             never written unless ``options.inplace``, when the backward overwrites them and a later
-            use of the old values by autograd raises.
+            use of the old values by autograd raises. Without a shard nothing tells hidden states
+            from logits of H ids.
         labels: global ids. ``ignore_index`` wins over everything, a valid id included. Any other
             label outside ``[0, vocab_size)`` makes its token NaN on every rank (``options.check``
-            raises instead).
+            raises instead). A mask of 0 and 1 is no label: all its tokens would count, as ids 0
+            and 1.
         shard: the columns this rank owns; None: ``logits`` hold the whole vocabulary, or are a
             DTensor that says it, ``Shard(-1)`` on one dimension of its mesh (labels and the like
             are then plain or DTensors; results are plain, and of this rank's tokens where another

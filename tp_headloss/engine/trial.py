@@ -132,8 +132,8 @@ class Trial:
             logits = torch.tensor(LOGITS, dtype=torch.float64)[half]
             found = self.values(self.rows_request(logits, half, LABELS, WIDTH))
             expected = {name: value[half] for name, value in whole.items()}
-            words = "of half of the tokens (each must be computed by itself)", "of all"
-            self.compare(found, expected, *words, ("finish", *SUMS))
+            here = "of half of the tokens (each must be computed by itself)"
+            self.compare(found, expected, here, "of all", ("finish", *SUMS))
         absent = self.values(self.request(LABELS, WIDTH + ABSENT, ABSENT))
         self.compare(absent, whole, "with an id more, whose logit is -inf,", "without", ("local",))
         # the third chunk has nothing but -inf

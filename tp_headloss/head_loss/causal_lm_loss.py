@@ -70,8 +70,9 @@ class CausalLMLoss(nn.Module):
         # an ignore_index need not fit int32
         labels = _next(labels.long(), self.head_loss.ignore_index)
         token_weight = None if token_weight is None else _next(token_weight, 0)
-        weights = {"token_weight": token_weight, "denominator": denominator}
-        return self.head_loss(logits, labels, **weights, **kwargs)
+        return self.head_loss(
+            logits, labels, token_weight=token_weight, denominator=denominator, **kwargs
+        )
 
     if TYPE_CHECKING:
 

@@ -293,6 +293,8 @@ def _refuse_other_names(needed: set[str], given: set[str]):
     if not missing and not unused:
         return
     wrong = [f"missing {sorted(missing)}"] if missing else []
+    if "teacher" in missing:
+        wrong.append("write inputs={'teacher': Teacher(..)}")
     if unused:
         wrong.append(f"unused {sorted(unused)}, which none of them takes")
     hints = {name: hint(name, needed, "input") for name in sorted(unused, key=str)}
@@ -303,7 +305,9 @@ def _refuse_other_names(needed: set[str], given: set[str]):
             "and by a term of your own with want=('forward_kl',) or another of them"
         )
     if "reference_log_prob" in unused:
-        wrong.append("a KL of weight 0, as kl=0, takes none")
+        wrong.append(
+            "a KL of weight 0, as kl=0, takes none, and PolicyMetrics(..) with reference=True alone"
+        )
     raise ValueError(
         f"inputs must be {sorted(needed)} for these terms and metrics, got {sorted(given)}: "
         f"{'; '.join(wrong)}"

@@ -84,7 +84,11 @@ class HeadLossDefinition(NamedTuple):
         metrics = _expect_all("metrics", metrics, (str, Metric))
         names = [term.name for term in terms]
         if not names or len(set(names)) != len(names):
-            said = ": add up the weights of equal ones, or dataclasses.replace(term, name=..)"
+            said = (
+                ": add up the weights of equal ones, or give another name, "
+                "PolicyGradient(.., name=..), or of terms that take none "
+                "dataclasses.replace(term, name=..)"
+            )
             said *= bool(names)
             raise ValueError(f"terms must be at least one, with distinct names, got {names}{said}")
         named = tuple(metric for metric in metrics if isinstance(metric, str))

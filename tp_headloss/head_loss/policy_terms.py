@@ -81,7 +81,9 @@ def PolicyGradient(
 
     Token and sequence are weighted by the reduction of the `HeadLoss`, whose default is the mean over
     tokens: the papers of "gspo" and "gmpo" have reduction="seq-mean-token-mean", as the whole loss
-    `GSPO` has.
+    `GSPO` has. "gspo-length-weighted" needs it: with the mean over tokens sequences count by their
+    length twice. The clip of "gspo" by itself is (0.2, 0.2), not the (3e-4, 4e-4) of `GSPO`. All
+    log-probs are natural logarithms.
 
     Args:
         weight: the second argument by position, as in all terms: a clip is ``clip=(low, high)``.
@@ -142,6 +144,7 @@ def KLToReference(
     "reference_log_prob".
 
     Args:
+        weight: the value of a tensor is never looked at, one below 0 included.
         estimator: the gradient of "k1" and "abs" is no KL's: that of "k1" has mean 0 over the
             policy's own samples, and trains nothing; write "k1+", "abs+". The value of "k3" is
             clamped to 10 by default, with gradient 0 beyond.

@@ -14,6 +14,7 @@ from ..ranks.shard import VocabShard
 from ..spec import Rows, TensorLine, described, lines_within
 
 SENT_ROWS = 1024  # rows of a matrix that ranks exchange at once
+IDS = TensorLine("int64 or int32", ("V_d",), hint=": the order is select_rows(weight, ids)")
 # what ranks compare, as an error says it
 WHOLE_WEIGHT = "weight, whole on each rank without shard= (of sharded rows, pass their shard=)"
 
@@ -40,7 +41,7 @@ def _expect_distinct(ids: torch.Tensor, vocab_size: int):
 @described
 def select_rows(
     weight: Rows,
-    ids: Annotated[torch.Tensor, TensorLine("int64 or int32", ("V_d",))],
+    ids: Annotated[torch.Tensor, IDS],
     *,
     shard: VocabShard | None = None,
     to: VocabShard | None = None,

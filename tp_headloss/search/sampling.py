@@ -110,7 +110,8 @@ def kept_ids(
             both.
         rule: of numbers or of tensors [..] on the logits' device.
         weight: [width, H] of this rank; logits are made (as by torch.nn.functional.linear) by
-            blocks of tokens.
+            blocks of tokens. Where neither it nor a shard is given, nothing tells hidden states
+            from logits of H ids.
         shard: as in `vocab_statistics`.
         transform: as in `vocab_statistics`; it has the temperature, and a weight's bias.
         options: as in `vocab_statistics`.

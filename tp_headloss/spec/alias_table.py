@@ -26,6 +26,8 @@ OF_LABELS = (
     "labels.masked_fill(F.pad(attention_mask[:, 1:], (0, 1)) == 0, -100)"
 )
 SETS = "kept_ids, sampling_mask"
+GENERATOR = "'rollout_weight', losses.truncated_importance_weight(old, generator_log_prob=..)"
+SEQUENCE_RATIO = 'PolicyGradient("gspo"), or the whole GSPO(..), for "sequence"'
 RECORDS_OF_TEACHERS = "Teacher, TopKTeacher, TeacherHead"
 
 
@@ -110,6 +112,10 @@ WRITTEN = (
     Alias("tv", "speculators", "value", "total_variation"),
     Alias("rkl", "speculators", "value", "reverse_kl"),
     Alias("kl_div", "speculators", "value", "forward_kl"),
+    Alias("fkl", "many", "value", "forward_kl", '"forward_kl"'),
+    Alias("ce", "many", "value", "cross_entropy", '"cross_entropy"'),
+    Alias("jensen_shannon", "many", "value", "jsd", '"jsd"'),
+    Alias("tail", "ours", "value", "forward_kl", 'TopKDistillation(.., support="tail")'),
     Alias("nla", "speculators", "value", "alpha"),
     Alias("lk_hybrid", "speculators", "value", "lambda"),
     Alias("cross_entropy", "torch", "term", "CrossEntropy()"),
@@ -117,6 +123,8 @@ WRITTEN = (
     Alias("entropy", "verl", "term", "Entropy(0.01)"),
     Alias("kl", "verl", "term", 'KLToReference(0.001, "k3"), or Distillation() for a teacher'),
     Alias("grpo", "TRL, verl", "term", "GRPO(..), a whole HeadLoss"),
+    Alias("forward_kl, reverse_kl, jsd", "ours", "term", 'Distillation(1.0, "{}")'),
+    Alias("clip_fraction, kl, policy_metrics", "many", "metric", "PolicyMetrics(..)"),
     Alias("acc", "many", "metric", '"accuracy"'),
     Alias("top5_accuracy, top5", "torchmetrics, many", "metric", "TopKAccuracy(5)"),
     Alias("loss", "many", "metric", 'out.means()["loss"], which every output has'),
@@ -177,8 +185,8 @@ WRITTEN = (
     Alias(BONUSES, "verl, many", "PolicyGradient, HeadLoss", "a term, Entropy({})"),
     Alias(BONUSES, "verl, many", "Entropy", "Entropy({})"),
     Alias(
-        "reduction",
-        "torch",
+        "reduction, loss_agg_mode, loss_type",
+        "torch, verl, TRL",
         PRESETS,
         "HeadLoss(PolicyGradient(..), reduction=..), a preset has its own",
     ),
@@ -197,8 +205,16 @@ WRITTEN = (
     ),
     Alias("size_average, reduce", "torch", "HeadLoss", 'reduction="mean", "sum" or "none"'),
     Alias("z_loss", "Megatron", "HeadLoss, CrossEntropy", "a term, ZLoss(1e-4)"),
+    Alias("temperature", "many", f"HeadLoss, {PRESETS}", "transform=Transform({}=..), of the call"),
+    Alias("importance_sampling_level", "TRL", f"PolicyGradient, {PRESETS}", SEQUENCE_RATIO),
+    Alias("rollout_weight", "ours", PRESETS, "HeadLoss([PolicyGradient(.., {}=True)])"),
+    Alias("kl", "ours", "PolicyGradient, HeadLoss", "a term, KLToReference({})"),
+    Alias("tis_imp_ratio_cap", "verl", "truncated_importance_weight", "bounds=(0.0, {})"),
+    Alias("max_length", "TRL", "Sequences.from_mask", "horizon={}"),
     Alias("ce_weight", "Liger", "CrossEntropy", "class_weight="),
-    Alias("alpha", "Hinton", TEACHERS, "[CrossEntropy(1 - alpha), Distillation(alpha)]"),
+    Alias(
+        "alpha", "Hinton", f"HeadLoss, {TEACHERS}", "[CrossEntropy(1 - alpha), Distillation(alpha)]"
+    ),
     Alias(
         "temperature, T",
         "many",
@@ -206,7 +222,11 @@ WRITTEN = (
         "Teacher(logits, temperature=T), and temperature_squared=True for T^2; the main head as the "
         "teacher of Megatron's depths has T = 1",
     ),
-    Alias("T", "Hinton", f"{RECORDS_OF_TEACHERS}, Transform", "temperature=T"),
+    Alias("T, tau", "Hinton, many", f"{RECORDS_OF_TEACHERS}, Transform", "temperature={}"),
+    Alias("probs", "many", "Teacher", "Teacher(probs.log())"),
+    Alias("indices", "torch", "TopKTeacher", "ids="),
+    Alias("values", "torch", "TopKTeacher", "log_probs="),
+    Alias("tail", "many", "TopKTeacher", "tail_log_prob="),
     Alias("beta, student_temperature", "ours", "Distillation", "Teacher(logits, {}=..)"),
     Alias(
         "beta, student_temperature",
@@ -250,7 +270,7 @@ WRITTEN = (
         'inputs={"{}": ..}',
     ),
     Alias("dim", "torch", CALLS, "logits.movedim({}, -1): the vocabulary is the last dimension"),
-    Alias("teacher", "many", LOSSES, 'inputs={"teacher": Teacher(..)}'),
+    Alias("teacher", "many", f"HeadLoss, {LOSSES}", 'inputs={"teacher": Teacher(..)}'),
     Alias("sequences", "ours", LOSSES, 'inputs={"sequences": Sequences.from_mask(..)}'),
     Alias(
         "cu_seqlens",
@@ -274,6 +294,9 @@ WRITTEN = (
     Alias(SETS, "ours, vLLM", "vocab_statistics, linear_vocab_statistics", "sets=IdSets(..)"),
     Alias("ref_log_prob, ref_per_token_logps", "verl, TRL", "input", "'reference_log_prob'"),
     Alias("old_log_probs, old_per_token_logps", "verl, TRL", "input", "'old_log_prob'"),
+    Alias("rollout_log_probs, sampling_per_token_logps", "verl, TRL", "input", GENERATOR),
+    Alias("rollout_weight", "ours", "input", "PolicyGradient(.., rollout_weight=True)"),
+    Alias("teacher_logits", "many", "input", "'teacher': Teacher(teacher_logits)"),
     Alias("num_items_in_batch", "Transformers", LOSSES, "denominator=num_items_in_batch"),
     Alias("weight", "torch", "HeadLoss", "CrossEntropy(class_weight=..)"),
     Alias("weight", "torch", "HeadLoss.forward", "token_weight=, or CrossEntropy(class_weight=..)"),
