@@ -396,7 +396,7 @@ def arguments_of_a_head(group):
         wrong = lambda value: head_of(**{part: value})  # noqa: B023, E731
         refused(lambda: wrong("z_loss"), f"{said} Terms, got 'z_loss': write ZLoss", TypeError)  # noqa: B023
         refused(lambda: wrong({"z_loss": 1.0}), f"{said} Terms, got dict: write a list", TypeError)  # noqa: B023
-    refused(lambda: head_of(metrics={"lse": 1}), "got dict: write a tuple of names", TypeError)
+    refused(lambda: head_of(metrics={"lse": 1}), "got dict: write a list of its values", TypeError)
     said = "linear must be a Linear, got str: write Linear('one_sweep')"
     refused(lambda: head_of(linear="one_sweep"), said, TypeError)
     return {}

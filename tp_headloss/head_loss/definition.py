@@ -86,7 +86,7 @@ class HeadLossDefinition(NamedTuple):
         if not names or len(set(names)) != len(names):
             said = (
                 ": add up the weights of equal ones, or give another name, "
-                "PolicyGradient(.., name=..), or of terms that take none "
+                "PolicyGradient(.., name=..), Distillation(.., name=..), or of terms that take none "
                 "dataclasses.replace(term, name=..)"
             )
             said *= bool(names)

@@ -98,6 +98,7 @@ def select_rows(
             lines_within(select_rows)[name].check(name, x, {})
         if not len(ids):
             raise ValueError("ids must be [V_d] with V_d > 0, got none")
+        is_given = to is not None  # else its group is that of the weight
         to = to or VocabShard.from_group(shard.group, len(ids))
         if to.vocab_size != len(ids):
             raise ValueError(f"`to` must shard the {len(ids)} ids, got a shard of {to.vocab_size}")
@@ -108,7 +109,8 @@ def select_rows(
         of_weight.record("select_rows", shard, weight=weight, ids=ids)
         # each rank takes rows of its own where there is one rank of the weight
         whole = {WHOLE_WEIGHT: weight[: shard.valid_width]} if shard.world_size == 1 else {}
-        of_subset.record("select_rows", to, ids=ids, **whole)
+        if is_given:
+            of_subset.record("select_rows", to, ids=ids, **whole)
     out = weight.new_zeros(to.width, *weight.shape[1:])
     for first in range(0, len(ids), SENT_ROWS):
         here = ids[first : first + SENT_ROWS] - shard.start
