@@ -57,8 +57,8 @@ class Agreement:
     Tensors are compared by their bits, except that those sharded on the vocabulary are compared by
     dtype and by the sizes that ranks share, and hidden states by shape and dtype unless
     validate="checksums". Equal rows of a weight on two ranks, as an initialisation from one seed
-    gives them, are an error, too. Functions are compared by name, a `functools.partial` with its arguments,
-    other objects by their type.
+    gives them, are an error, too. Functions are compared by name, a `functools.partial` with its
+    arguments, other objects by their type.
 
     The exchange is a small all-gather of objects, with host synchronisations. With
     validate="metadata", and on one rank, nothing is exchanged. Without a shard,

@@ -19,8 +19,7 @@ SUM_ROUNDING = 1e-2  # of probabilities in any dtype
 
 
 class _Columns(NamedTuple):
-    """Facts about the columns of each rank, without those of padding but for the last two: [P, n] of
-    n tokens."""
+    """Facts about the columns of each rank, [P, n] of n tokens. The last two are with padding."""
 
     width: torch.Tensor
     least: torch.Tensor

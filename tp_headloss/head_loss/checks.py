@@ -161,7 +161,7 @@ def replicated_facts(
 
 
 def trained_constants(definition: HeadLossDefinition, token_weight, denominator, inputs) -> list:
-    """Names of what a loss is computed from besides statistics, and requires a gradient."""
+    """Names of what a loss is computed from besides statistics, as far as it requires a gradient."""
     given = {"token_weight": token_weight, "denominator": denominator, **(inputs or {})}
     given |= {f"the weight of {term.name!r}": term.weight for term in definition.terms}
     return [k for k, x in given.items() if isinstance(x, torch.Tensor) and x.requires_grad]

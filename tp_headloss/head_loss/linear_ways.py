@@ -32,7 +32,7 @@ from ..linear_head.sweeps import Products, Sweep
 from ..linear_head.teacher import map_teacher_tensors, without_logits
 from ..linear_head.valid_tokens import ValidTokens
 from ..statistics import UNIFORM, VocabStatistics
-from .checks import Call
+from .checks import Call, trained_constants
 from .evaluation import note_block
 from .output import HeadLossOutput, make_output
 from .reduction import CallLoss, reduce_tokens, valid_weight
@@ -256,7 +256,7 @@ def _obstacle_to_one_sweep(call: Call, head: LinearRequest) -> str | None:
         return "torch.compile takes one operator each way"
     if found := _obstacle_of_terms(call):
         return found
-    if any(isinstance(x, torch.Tensor) and x.requires_grad for x in _constants(call)):
+    if trained_constants(call.definition, call.loss_weight, call.denominator, call.inputs):
         return "weights, denominator or inputs require a gradient"
     if head.request.tensors.logits.dtype == torch.float16 and linear.upstream is None:
         return (
@@ -283,12 +283,6 @@ def _obstacle_of_terms(call: Call) -> str | None:
 
 def _is_tokenwise(term) -> bool:
     return term.tokenwise or term.pointwise or isinstance(term.function, StatisticValue)
-
-
-def _constants(call: Call) -> list:
-    """Return everything that a loss is computed from besides statistics."""
-    weights = [term.weight for term in call.definition.terms]
-    return [call.loss_weight, call.denominator, *call.inputs.values(), *weights]
 
 
 def _with_denominator(call: Call) -> Call:

@@ -47,9 +47,9 @@ class Term:
             it, too.
         function: ``function(stats, **inputs) -> [..] fp32``, a loss per token; `HeadLoss` masks and
             averages. A `StatisticValue`, such as ``StatisticValue("lse", square=True)``, needs no
-            kernel of its own, and wants its statistic by itself. To pickle a HeadLoss, use functions of a module, and
-            `functools.partial` for their constants, instead of lambdas, which all have one name
-            where ``Options(validate="full")`` compares functions by name.
+            kernel of its own, and wants its statistic by itself. To pickle a HeadLoss, use functions
+            of a module, and `functools.partial` for their constants, instead of lambdas, which all
+            have one name where ``Options(validate="full")`` compares functions by name.
         weight: a tensor is read in each call, and gets no gradient: a factor that is trained
             belongs into the function.
         token_weight: ``token_weight(stats, **inputs) -> [..]``, whose sum is the divisor of this

@@ -84,10 +84,11 @@ def fuse_log_probs(
     the forward is the model's own, so that generate() works. All ranks of the group install together, and compare their
     settings. Where None, a setting is that of TRL's head on this model, or without one TRL's default.
 
-    Tokens without a label are dropped before the head, by each rank for itself. So each call begins with one small
-    all-gather, in which ranks that share a vocabulary compare their labels. Batches that differ are a ValueError on
-    every rank, unless `Linear` has max_valid_tokens: then nothing is compared. Another ``num_items_in_batch`` on one
-    rank is never noticed, and gives that rank another ``loss``.
+    Tokens without a label are dropped before the head, by each rank for itself. So each call begins
+    with one small all-gather, in which ranks that share a vocabulary compare their labels. Batches
+    that differ are a ValueError on every rank, unless `Linear` has max_valid_tokens: then nothing is
+    compared. Another ``num_items_in_batch`` on one rank is never noticed, and gives that rank
+    another ``loss``.
 
     Args:
         temperature: divides the logits; TRL's default is 1.0.

@@ -16,13 +16,7 @@ from ..spec import CheckedBy, NotNegative, Positive, checked
 from .marks import marked_group
 from .row_dtensors import is_over_group
 
-# numbers of a call that ranks compare
-AGREED = (
-    "max_norm",
-    "norm_type",
-    "error_if_nonfinite",
-    "the number of trainable parameters without a gradient (all ranks make each backward)",
-)
+MISSING = "the number of trainable parameters without a gradient (all ranks make each backward)"
 
 
 @checked
@@ -107,7 +101,13 @@ def clip_grad_norm_(
             norm = torch.linalg.vector_norm(local, norm_type, dtype=torch.float64)
             parts.append(norm.to(device))
     total = _norm_over_groups(norms, norm_type)
-    total = _agreed_norm(total, norms, (max_norm, norm_type, error_if_nonfinite, missing))
+    numbers = {
+        "max_norm": max_norm,
+        "norm_type": norm_type,
+        "error_if_nonfinite": error_if_nonfinite,
+        MISSING: missing,
+    }
+    total = _agreed_norm(total, norms, numbers, error_if_nonfinite)
     if error_if_nonfinite and not math.isfinite(total):
         raise RuntimeError(f"the norm of the gradients must be finite, got {float(total)}")
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
@@ -186,17 +186,22 @@ def _norm_over_groups(norms: dict[tuple[str, ...], list[torch.Tensor]], norm_typ
     return torch.linalg.vector_norm(torch.stack(totals), norm_type)
 
 
-def _agreed_norm(total: torch.Tensor, norms: Collection[tuple[str, ...]], numbers) -> torch.Tensor:
+def _agreed_norm(
+    total: torch.Tensor,
+    norms: Collection[tuple[str, ...]],
+    numbers: dict[str, float],
+    may_wait: bool,
+) -> torch.Tensor:
     """Return the first rank's norm of the whole model on all ranks of all groups.
 
-    It has the same bits everywhere, though replicated gradients may differ in the last one. The
-    numbers of `AGREED` travel with it: ValueError where they differ, or a norm of NaN where that
-    would wait for a GPU and nobody asked for it.
+    It has the same bits everywhere, though replicated gradients may differ in the last one. Numbers
+    that must be equal travel with it: ValueError where they differ, or a norm of NaN where nobody
+    may wait for the GPU that knows it.
     """
     names = dict.fromkeys(itertools.chain(*norms))
     if not names:
         return total
-    own = torch.stack([total.new_full((), float(number)) for number in numbers])
+    own = torch.stack([total.new_full((), float(number)) for number in numbers.values()])
     sizes = [1, len(own), len(own)]
     packet = torch.cat([total.view(1), own, own])
     for name in names:
@@ -204,10 +209,9 @@ def _agreed_norm(total: torch.Tensor, norms: Collection[tuple[str, ...]], number
         norm, least, most = of_ranks.split(sizes, 1)
         packet = torch.cat([norm[0], least.amin(0), most.amax(0)])
     norm, least, most = packet.split(sizes)
-    is_waited_for = bool(dict(zip(AGREED, numbers))["error_if_nonfinite"])
-    if packet.is_cuda and not is_waited_for:
+    if packet.is_cuda and not may_wait:
         return torch.where((least == most).all(), norm[0], torch.nan)
-    for what, low, high in zip(AGREED, least.tolist(), most.tolist()):
+    for what, low, high in zip(numbers, least.tolist(), most.tolist()):
         if low != high:
             raise ValueError(
                 f"clip_grad_norm_ needs {what} equal on all ranks, got {low:g} on one and {high:g} "

@@ -101,8 +101,7 @@ def kept_ids(
     flat distributions, take all logits of their tokens, gathered 2^22 at a time and sorted.
 
     A collective call: all ranks of the group make it, and their rule and transform must be equal;
-    ``Options(validate="full")`` finds
-    what differs.
+    ``Options(validate="full")`` finds what differs.
 
     Args:
         logits: fp32, bf16 or fp16 (float64 with the torch backend), any leading shape and strides,

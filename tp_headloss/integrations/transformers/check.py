@@ -212,8 +212,9 @@ def _expect_no_hooks(layer):
     if others:
         raise ValueError(
             "a fused head reads the weight of the output layer and does not call the layer, so it "
-            f"needs one without hooks, got {names_of(others)}: remove them (torch.nn.utils.prune.remove, "
-            "remove_weight_norm and remove_spectral_norm keep the weight), or take causal_lm_loss"
+            f"needs one without hooks, got {names_of(others)}: remove them "
+            "(torch.nn.utils.prune.remove, remove_weight_norm and remove_spectral_norm keep the "
+            "weight), or take causal_lm_loss"
         )
 
 

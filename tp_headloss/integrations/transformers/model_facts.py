@@ -101,9 +101,10 @@ def output_layer(model) -> nn.Linear:
     adapted = _has_lora(layer)
     if adapted and (model.tp_size or 1) > 1:
         name = next(name for name, module in model.named_modules() if module is layer)
+        kind = f"{type(layer).__module__}.{type(layer).__name__}"
         raise TypeError(
-            f"the output layer of a tensor-parallel model must have no LoRA, got {type(layer).__module__}."
-            f"{type(layer).__name__}: leave {name!r} out of target_modules, or train in one process"
+            f"the output layer of a tensor-parallel model must have no LoRA, got {kind}: leave "
+            f"{name!r} out of target_modules, or train in one process"
         )
     if unwrapped_class(layer) is not nn.Linear and not adapted and deepspeed_facts(layer) is None:
         raise TypeError(
