@@ -165,7 +165,7 @@ def _check_call(model, args, kwargs, outputs) -> Any:
         return None
     given = named_arguments(type(model).forward, model, args, kwargs)
     if not hasattr(model.forward, FUSED):
-        refuse_unread("causal_lm_loss", type(model).forward, model_parts.HEAD_ARGUMENTS, given)
+        refuse_unread("causal_lm_loss", model.forward, model_parts.HEAD_ARGUMENTS, given)
     if given.get("labels") is not None:
         loss.forwards += 1
         if loss.last is None and not hasattr(model.forward, FUSED):

@@ -34,19 +34,29 @@ def refuse_unread(
 
     Args:
         installation: the name of the function that replaced a part of the model.
-        function: whose parameters are the model's.
+        function: whose parameters are the model's, with those of what wraps it.
         read: keywords that the replacement reads.
         given: the call's arguments by name.
     """
-    parameters = inspect.signature(function).parameters
+    taken = _parameters(function)
     for word, value in given.items():
-        if word in parameters or word in read or value is None:
+        if word in taken or word in read or value is None:
             continue
         if (write := _what_to_write(installation, word, read)) is not None:
             raise TypeError(
                 f"a model with {installation} got the keyword {word!r}, which nothing reads: write "
                 f"{write}"
             )
+
+
+def _parameters(function: Callable | None) -> set[str]:
+    """Return the names that a function and every function below it take: what wraps a forward may
+    read words of its own, which functools.wraps hides from its signature."""
+    taken: set[str] = set()
+    while function is not None:
+        taken |= set(inspect.signature(function, follow_wrapped=False).parameters)
+        function = getattr(function, "__wrapped__", None)
+    return taken
 
 
 def _what_to_write(installation, word, read) -> str | None:
