@@ -558,6 +558,7 @@ GROUPS = {
         ("engine/operators.py", "register.without_gradient", "expect_no_gradient(*args)", "pass"),
     ],
     "test_wrapping": [
+        ("integrations/transformers/words.py", "_parameters", "follow_wrapped=False", "follow_wrapped=True"),
         ("integrations/transformers/copies.py", "replicate", "vars(replica).update(head.entries_of(replica))", "pass"),
         ("integrations/transformers/copies.py", "replicate", "not is_head_of(model)", "False"),
         ("integrations/transformers/copies.py", "_why_not_pickled", "not is_head_of(model)", "False"),
@@ -747,7 +748,7 @@ GROUPS = {
         ("integrations/transformers/fused_head.py", "FusedHead._logits", "logits = model_parts.whole_logits(logits, shard)", "return None"),
         ("integrations/transformers/loss_function.py", "_check_call", "return _with_whole_logits(outputs, loss.shard)", "return None"),
         ("integrations/transformers/loss_function.py", "_with_whole_logits", "(loss, model_parts.whole_logits(logits, shard), *others)", "(loss, logits, *others)"),
-        ("integrations/transformers/loss_function.py", "_check_call", 'refuse_unread("causal_lm_loss", type(model).forward, model_parts.HEAD_ARGUMENTS, given)', "pass"),
+        ("integrations/transformers/loss_function.py", "_check_call", 'refuse_unread("causal_lm_loss", model.forward, model_parts.HEAD_ARGUMENTS, given)', "pass"),
         ("integrations/transformers/model_parts.py", "whole_logits", "reduce_in_place(whole, shard.world_size, shard.group_name)", "whole"),
         ("integrations/transformers/words.py", "refuse_unread", "value is None", "False"),
         ("integrations/transformers/words.py", "_what_to_write", "if word in KEYWORDS[installation]: return f'{installation}(model, {word}=..)'", "pass"),
@@ -902,6 +903,10 @@ GROUPS = {
         ("spec/aliases.py", "hint", "alias.ours in names", "True"),
         ("spec/calls.py", "refuse_keywords", "keyword in KEYWORDS.get(place, ())", "False"),
         ("spec/checked.py", "_checking.call", "args, kwargs = (), given", "pass"),
+        ("spec/checked.py", "_place_of", "len(takes) == 1", "False"),
+        ("spec/calls.py", "_what_there_is", "made in MADE_BY", "False"),
+        ("spec/calls.py", "_what_there_is", "x in known", "x == name"),
+        ("spec/tensor_line.py", "TensorLine._shape_hint", "tuple(x.shape[:-1]) == lead", "False"),
     ],
     "test_clip_grad_norm": [
         ("modules/vocab_rows.py", "VocabRows.mark_sharded", "('weight', 'bias')", "self._parameters"),

@@ -1,6 +1,7 @@
 """Names of verl, TRL, torch and others: a synonym is taken, and for every other name the error says
 what to write."""
 
+import functools
 import inspect
 import math
 import re
@@ -360,7 +361,30 @@ MESSAGES = {
         ),
         "got 'advantages': call HeadLoss with it and with moved labels",
     ),
-    "an unknown keyword": (lambda: CrossEntropy(xyz=1), "got an unexpected keyword argument 'xyz'"),
+    "a constructor that is not for users": (
+        lambda: Sequences(max_length=4),
+        "'max_length': write Sequences.from_mask(mask), ",
+    ),
+    "several ids as labels": (
+        lambda: log_probs(LOGITS, LABELS[..., None].expand(2, 5, 3)),
+        "several ids for each token are ids= of vocab_statistics(want=('log_probs_at',))",
+    ),
+    "a choice in the place of a weight": (
+        lambda: Distillation("reverse_kl"),
+        "got 'reverse_kl': write divergence='reverse_kl'",
+    ),
+    "a list of means": (
+        lambda: tp_headloss.mean_metrics([HeadLoss()(LOGITS, LABELS).means()]),
+        "got [_Means], whose sum is none: pass out.metrics, or mean_metrics(outputs, group)",
+    ),
+    "a teacher to search": (
+        lambda: topk_log_probs(tp_headloss.Teacher(LOGITS), 2),
+        "logits must be a tensor, got Teacher: pass its .logits",
+    ),
+    "a temperature in a teacher head's transform": (
+        lambda: tp_headloss.TeacherHead(LOGITS, LOGITS[0], transform=Transform(temperature=2.0)),
+        "write TeacherHead(.., temperature=..)",
+    ),
     "an unknown keyword of a preset": (
         lambda: GRPO(xyz=1),
         "GRPO() got an unexpected keyword argument 'xyz'",
@@ -452,6 +476,25 @@ RESULTS = {
     "TopK": lambda: topk_log_probs(LOGITS, 2),
     "Sample": lambda: tp_headloss.sample(LOGITS, seed=0, positions=LABELS),
 }
+
+
+WITH_LINES = {
+    function.__qualname__: function
+    for function in PUBLIC
+    if lines_within(function)
+    and not isinstance(function, functools.partial)
+    # some hand on keywords of any name
+    and all(x.kind != x.VAR_KEYWORD for x in inspect.signature(function).parameters.values())
+}
+
+
+@pytest.mark.parametrize("name", WITH_LINES)
+def test_a_keyword_that_nobody_knows_is_refused_with_those_there_are(name):
+    function = WITH_LINES[name]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'qqqqq'") as error:
+        function(qqqqq=1)
+    missing = [x for x in lines_within(function) if not re.search(rf"\b{x}\b", str(error.value))]
+    assert not missing, error.value
 
 
 @pytest.mark.parametrize("name", RESULTS)

@@ -178,7 +178,8 @@ class TeacherHead(_Tempered):
             return
         if isinstance(transform.temperature, torch.Tensor) or transform.temperature != 1:
             raise ValueError(
-                "the temperature of a TeacherHead is its own, got one in its transform"
+                "the temperature of a TeacherHead is its own, got one in its transform: write "
+                "TeacherHead(.., temperature=..)"
             )
         if self.bias is not None and transform.bias is not None:
             raise ValueError("the bias of a TeacherHead was given twice, and in its transform")

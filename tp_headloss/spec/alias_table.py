@@ -340,6 +340,12 @@ WRITTEN = (
         "head.statistics(hidden, labels, want=..), or metrics= of its HeadLoss",
     ),
     Alias(
+        "want, metrics",
+        "ours",
+        "log_probs",
+        "vocab_statistics(.., want=..), which log_probs is for log-prob and entropy",
+    ),
+    Alias(
         "padding_idx",
         "torch",
         "VocabParallelEmbedding",

@@ -108,7 +108,21 @@ def refuse_keywords(function, unknown: Iterable[str], takes_others: bool):
             found += [f"{other}(model, {keyword}=..)" for other in others]
         if found or not takes_others:
             said = f": write {found[0]}" if found else hint(keyword, KEYWORDS[name], "keyword")
+            said = said or _what_there_is(function)
             raise TypeError(f"{name}() got an unexpected keyword argument {keyword!r}{said}")
+
+
+def _what_there_is(function) -> str:
+    """Return the words of an error about what a function takes, or what makes such an object."""
+    name = function.__qualname__
+    made = name.removesuffix(".__init__")
+    if made != name and made in MADE_BY:
+        return f": write {MADE_BY[made]}"
+    given = inspect.signature(function).parameters
+    known = KEYWORDS[name]
+    in_order = [x for x in given if x in known]
+    others = sorted({*known} - {*given})  # which the function hands on
+    return f": it takes {', '.join(_own(in_order + others))}"
 
 
 def _own(names: list[str]) -> list[str]:

@@ -175,10 +175,23 @@ def _checking(function: Any, target: Any, key: str) -> Any:
             if value is not given[name]:
                 given[name] = value
                 args, kwargs = (), given
-            line.check(owner + name, value, sizes)
+            try:
+                line.check(owner + name, value, sizes)
+            except TypeError as error:
+                if place := _place_of(value, _LINES[key]):
+                    raise TypeError(f"{error}: write {place}={value!r}") from None
+                raise
         return target(*args, **kwargs)
 
     return call
+
+
+def _place_of(value: Any, lines: dict[str, Line]) -> str | None:
+    """Return the argument that takes this string, which was given as another one."""
+    if not isinstance(value, str):
+        return None
+    takes = [name for name, x in lines.items() if isinstance(x, OneOf) and value in x.names]
+    return takes[0] if len(takes) == 1 else None
 
 
 def _keywords_handed_on(parameters: Iterable[inspect.Parameter], lines: dict[str, Line]) -> list:

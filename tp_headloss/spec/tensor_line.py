@@ -93,7 +93,7 @@ class TensorLine:
         """Return what to pass in the place of an object that is no tensor."""
         if said := getattr(type(x), "remedy", ""):
             return said
-        for part in ("weight", "log_prob"):
+        for part in ("weight", "log_prob", "logits"):
             if hasattr(x, part):
                 return f": pass its .{part}"
         return self.hint
@@ -176,6 +176,10 @@ class TensorLine:
         is_flat = x.dim() == 1 and len(x) == math.prod(lead)
         if same or is_flat:
             return f": pass its .reshape({sizes})"
+        if self.kind == "int64 or int32" and tuple(x.shape[:-1]) == lead:
+            return (
+                ": several ids for each token are ids= of vocab_statistics(want=('log_probs_at',))"
+            )
         said = self._fewer_hint(x, lead, sizes)
         return self.per_token if said and self.per_token else said
 

@@ -6,8 +6,11 @@ import torch
 def shown(value) -> str:
     """Return a value for a message, which must be the same on all ranks: objects by their type."""
     if type(value) in (list, tuple):
-        is_plain = all(isinstance(x, (str, float, int, list, tuple)) for x in value)
-        return repr(value) if is_plain else str([type_name(x) for x in value])
+        if all(isinstance(x, (str, float, int, list, tuple)) for x in value):
+            return repr(value)
+        names = ", ".join(_kind(x) for x in value)
+        remedies = [getattr(type(x), "remedy", "") for x in value]
+        return f"[{names}]" + next(filter(None, remedies), "")
     if isinstance(value, (type, dict)) or type(value).__module__ != "builtins":
         return type_name(value)
     return repr(value)
@@ -15,9 +18,11 @@ def shown(value) -> str:
 
 def type_name(value) -> str:
     """The name of a value's type, with what to write in its place if the type says so."""
-    if isinstance(value, type):
-        return f"the class {value.__name__}"
-    return type(value).__name__ + getattr(type(value), "remedy", "")
+    return _kind(value) + getattr(type(value), "remedy", "")
+
+
+def _kind(value) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 
 def made_of_value(kind: type, value) -> str:
