@@ -903,6 +903,7 @@ GROUPS = {
         ("spec/aliases.py", "hint", "alias.ours in names", "True"),
         ("spec/calls.py", "refuse_keywords", "keyword in KEYWORDS.get(place, ())", "False"),
         ("spec/checked.py", "_checking.call", "args, kwargs = (), given", "pass"),
+        ("head_loss/output.py", "HeadLossOutput.__getattr__", "name in METRICS", "False"),
         ("spec/checked.py", "_place_of", "len(takes) == 1", "False"),
         ("spec/calls.py", "_what_there_is", "made in MADE_BY", "False"),
         ("spec/calls.py", "_what_there_is", "x in known", "x == name"),

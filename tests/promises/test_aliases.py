@@ -535,6 +535,10 @@ ATTRIBUTES = {
         lambda: topk_log_probs(LOGITS, 2).indices,
         "TopK has no 'indices': its tensors are .ids, .log_probs",
     ),
+    "a metric that was not asked for": (
+        lambda: HeadLoss()(LOGITS, LABELS).perplexity,
+        "no 'perplexity': HeadLoss(.., metrics='perplexity') has it in out.means()",
+    ),
     "a method of statistics": (
         lambda: vocab_statistics(LOGITS, LABELS).mean,
         "no 'mean': they are several tensors, write it of one, such as .lse.mean",

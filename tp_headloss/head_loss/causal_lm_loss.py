@@ -21,9 +21,10 @@ class CausalLMLoss(nn.Module):
 
     The labels are shifted, so that no logits are copied. The first label of each row does not
     count, see the ``denominator`` of `forward`. Put ``ignore_index`` on packed documents' first
-    labels. Not for a Transformers model's ``model.loss_function``: it is a Module, which torch files
-    under the model's parts, and the model keeps its own loss. Use
-    `integrations.transformers.causal_lm_loss`.
+    labels. From hidden states call `HeadLoss.linear` with labels that you move yourself,
+    ``torch.nn.functional.pad(labels[..., 1:], (0, 1), value=-100)``. Not for a Transformers model's
+    ``model.loss_function``: it is a Module, which torch files under the model's parts, and the
+    model keeps its own loss. Use `integrations.transformers.causal_lm_loss`.
 
     Args:
         head_loss: by default cross-entropy.

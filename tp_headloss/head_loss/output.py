@@ -15,6 +15,7 @@ from ..statistics import MaybeNone, VocabStatistics, documented_fields
 from .checks import Call
 from .evaluation import expect_distinct_names
 from .reduction import reduce_tokens, valid_weight
+from .terms import METRICS
 
 
 @documented_fields
@@ -86,6 +87,8 @@ class HeadLossOutput(NamedTuple):
             said = f"write out.means()[{key!r}]"
         elif name in VocabStatistics._fields:
             said = f"write out.stats.{name}"
+        elif name in METRICS:
+            said = f"HeadLoss(.., metrics={name!r}) has it in out.means()"
         raise AttributeError(f"a HeadLossOutput has no {name!r}: {said}")
 
     # arithmetic of a tuple is something else, which type checkers and users would take this for

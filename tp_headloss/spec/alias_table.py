@@ -299,7 +299,13 @@ WRITTEN = (
     Alias("teacher_logits", "many", "input", "'teacher': Teacher(teacher_logits)"),
     Alias("num_items_in_batch", "Transformers", LOSSES, "denominator=num_items_in_batch"),
     Alias("weight", "torch", "HeadLoss", "CrossEntropy(class_weight=..)"),
-    Alias("weight", "torch", "HeadLoss.forward", "token_weight=, or CrossEntropy(class_weight=..)"),
+    Alias(
+        "weight",
+        "torch",
+        "HeadLoss.forward",
+        "token_weight=, CrossEntropy(class_weight=..), or of hidden states "
+        "HeadLoss(..).linear(hidden, weight, labels)",
+    ),
     Alias(
         "weight",
         "ours",
