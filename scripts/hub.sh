@@ -6,7 +6,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 [ $# = 1 ] || { echo "hub: where to? bash scripts/hub.sh FOLDER" >&2; exit 2; }
 [ ! -e "$1" ] || { echo "hub: $1 is there already" >&2; exit 1; }
-version=$(sed -n 's/^__version__ = "\(.*\)"$/\1/p' tp_headloss/__init__.py)
+version=$(sed -n 's/^__version__ = "\(.*\)"$/\1/p' tp_headloss/version.py)
 content=$(find tp_headloss scripts/hub -type f -not -path "*/__pycache__/*" | sort | xargs cat | sha256sum | cut -c1-12)
 mkdir -p "$1"
 cp scripts/hub/README.md "$1"

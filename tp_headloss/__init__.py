@@ -1,6 +1,9 @@
 """The head loss of language models whose vocabulary is sharded over GPUs: one pass, one collective,
 one backward."""
 
+import difflib
+from typing import TYPE_CHECKING
+
 import torch
 
 if tuple(int(number) for number in torch.__version__.split(".")[:2]) < (2, 11):
@@ -26,8 +29,7 @@ from .ranks.shard import VocabShard
 from .search.sampling import Sample, kept_ids, sample
 from .search.topk import TopK, topk_log_probs
 from .statistics import VocabStatistics
-
-__version__ = "0.3.0.dev0"
+from .version import __version__ as __version__
 
 __all__ = [
     "IdSets",
@@ -62,3 +64,16 @@ __all__ = [
     "vocab_statistics",
 ]
 __all__ += head_loss.__all__
+
+
+if not TYPE_CHECKING:  # a type checker would believe that every name is there
+
+    def __getattr__(name: str):
+        said = ""
+        if name == "integrations":
+            said = f": import {__name__}.integrations.megatron, say, each host's by itself"
+        elif name in losses.__all__:
+            said = f": {__name__}.losses.{name}"
+        elif close := difflib.get_close_matches(name, __all__, 1, 0.75):
+            said = f": did you mean {close[0]}?"
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{said}")

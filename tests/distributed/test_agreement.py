@@ -4,6 +4,7 @@ once."""
 import time
 from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from ranks import TIMEOUT, Failure, on_a_group_of_one, on_ranks
 
 import tp_headloss as hl
+from tp_headloss.call import agreement
 
 V, N, H = 128, 6, 8
 FULL = hl.Options(validate="full")
@@ -490,6 +492,39 @@ def test_an_exception_that_is_not_known_is_a_runtime_error_that_names_it(kind, n
     here, there = on_ranks(2, undecodable_run, kind)
     for found, message in (here, there):
         assert found == "RuntimeError" and f"on rank 1 of the group: {name}" in message
+
+
+def other_version_run(group, device, known):
+    """A call of ranks of two versions, of which the last one's says no version unless `known`."""
+    call, is_last = Call(group, device), dist.get_rank(group) == dist.get_world_size(group) - 1
+    version = mock.patch.object(agreement, "__version__", "0.2.0" if is_last else "0.3.0")
+    rows = mock.patch.object(agreement, "_checksum_of_rows", mock.Mock(return_value=(8, 1)))
+    with version, rows:
+        if is_last and not known:
+            exchange = agreement.gather_objects
+
+            def as_before(facts, group):
+                own, error = facts
+                return exchange(({"call": own["call"]}, error), group)
+
+            with mock.patch.object(agreement, "gather_objects", as_before):
+                return error_of(call.statistics)
+        return error_of(call.statistics)
+
+
+def error_of(call):
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_ranks_of_two_versions_are_told_so_before_anything_else_is_compared(known):
+    here, there = on_ranks(2, other_version_run, known)
+    versions = ["0.3.0", "0.2.0" if known else "an older one"]
+    assert here == there
+    assert here == f"ValueError: ranks must have the same version of tp_headloss, got {versions}"
 
 
 def alike_run(group, device):

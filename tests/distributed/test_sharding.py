@@ -4,8 +4,10 @@ that is promised."""
 import copy
 import dataclasses
 import gc
+import json
 import os
 import pickle
+import signal
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -381,6 +383,18 @@ def later_calls(group, device):
     }
 
 
+def messages_of(calls):
+    """What each call raises, by name."""
+    messages = {}
+    for name, call in calls.items():
+        try:
+            call()
+            messages[name] = "returned"
+        except Exception as error:
+            messages[name] = f"{type(error).__name__}: {error}"
+    return messages
+
+
 def destroyed_run(group, device, replaced):
     """Messages of calls whose group is gone, and another has its name if `replaced`."""
     ranks = list(range(dist.get_world_size(group)))
@@ -393,13 +407,7 @@ def destroyed_run(group, device, replaced):
         torch._C._distributed_c10d._unregister_process_group(other.group_name)
         names[other] = name  # what a world that is made anew does with its counter of names
         torch._C._distributed_c10d._register_process_group(name, other)
-    messages = {}
-    for call_name, call in calls.items():
-        try:
-            call()
-            messages[call_name] = "returned"
-        except Exception as error:
-            messages[call_name] = f"{type(error).__name__}: {error}"
+    messages = messages_of(calls)
     if replaced:
         torch._C._distributed_c10d._unregister_process_group(name)
         names[other] = other_name = "released"
@@ -417,6 +425,30 @@ def test_a_destroyed_group_is_refused_by_whatever_finds_it_later_even_if_its_nam
         for call, message in messages.items():
             assert message.startswith("ValueError") and "was destroyed" in message, (call, message)
             assert "exist" in message, (call, message)  # what to pass in its place
+
+
+def forked_run(group, device):
+    """Messages of calls in a forked child, with a group that the parent has; and of one in the
+    parent after it."""
+    calls = later_calls(group, device)
+    ours, its = os.pipe()
+    if not os.fork():
+        signal.alarm(60)  # of calls that wait, because no rank answers
+        os.write(its, json.dumps(messages_of(calls)).encode())
+        os._exit(0)
+    os.close(its)
+    with os.fdopen(ours) as pipe:
+        text = pipe.read()
+    os.wait()
+    calls["statistics"]()
+    return json.loads(text)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a forked child cannot use CUDA")
+def test_a_child_that_was_forked_is_refused_its_parents_group():
+    for messages in on_ranks(2, forked_run):
+        for call, message in messages.items():
+            assert message.startswith("ValueError") and "forked" in message, (call, message)
 
 
 def leaking_run(group, device):

@@ -15,7 +15,8 @@ from tp_headloss.call.request_of import build_request
 from tp_headloss.engine.transports import TRANSPORTS, Choice, symmetric_memory
 from tp_headloss.engine.transports.gather import Gather
 from tp_headloss.ranks import comm
-from tp_headloss.ranks.shard import VocabShard, resolve_process_group
+from tp_headloss.ranks.groups import resolve_process_group
+from tp_headloss.ranks.shard import VocabShard
 
 
 class Interrupt(BaseException):

@@ -48,7 +48,7 @@ from tp_headloss import (
 from tp_headloss.spec import Instance, OneOf, lines_within
 from tp_headloss.spec.alias_table import HEAD, WRITTEN
 from tp_headloss.spec.aliases import ALIASES, INSTALLATIONS, KEYWORDS, rows, synonym
-from tp_headloss.spec.lines import AnyOf
+from tp_headloss.spec.lines import AnyOf, TupleOf
 
 PAGE = Path(__file__).parents[2] / "docs" / "names.md"
 PUBLIC = [getattr(module, name) for module in (tp_headloss, losses) for name in module.__all__] + [
@@ -163,6 +163,23 @@ def test_a_class_of_another_copy_of_the_package_is_named_with_its_module():
         said = f"of copy_of_it.part in the place of that of {kind.__module__}: two copies"
         with pytest.raises(TypeError, match=re.escape(said)):
             check(other)
+
+
+def test_a_class_of_another_copy_is_named_where_one_of_several_is_taken():
+    """Where a value may be of several classes, or a list of one."""
+    found = {}
+    for function in PUBLIC:
+        for name, line in lines_within(function).items():
+            for part in line.lines if isinstance(line, AnyOf) else ():
+                kind = getattr(getattr(part, "line", part), "kind", None)
+                if isinstance(kind, type) and kind.__module__.startswith("tp_headloss"):
+                    found[kind, isinstance(part, TupleOf)] = name, line
+    assert {x for _, x in found} == {True, False}
+    for (kind, is_list), (name, line) in found.items():
+        other = type(kind.__name__, (), {"__module__": "copy_of_it.part"})()
+        said = f"of copy_of_it.part in the place of that of {kind.__module__}: two copies"
+        with pytest.raises(TypeError, match=re.escape(said)):
+            line.check(name, [other] if is_list else other, {})
 
 
 def test_a_type_checker_takes_the_synonyms_that_a_call_takes():
@@ -365,6 +382,14 @@ MESSAGES = {
         lambda: Sequences(max_length=4),
         "'max_length': write Sequences.from_mask(mask), ",
     ),
+    "ranks as a group": (
+        lambda: VocabShard.from_group([0, 1], 100),
+        "got [0, 1]: torch.distributed.new_group(ranks), which every rank",
+    ),
+    "a mesh's dimension as a group": (
+        lambda: VocabShard.from_group("tp", 100),
+        "got 'tp': of a mesh's dimension, mesh.get_group('tp')",
+    ),
     "several ids as labels": (
         lambda: log_probs(LOGITS, LABELS[..., None].expand(2, 5, 3)),
         "several ids for each token are ids= of vocab_statistics(want=('log_probs_at',))",
@@ -535,6 +560,11 @@ ATTRIBUTES = {
         lambda: topk_log_probs(LOGITS, 2).indices,
         "TopK has no 'indices': its tensors are .ids, .log_probs",
     ),
+    "a function of losses": (
+        lambda: tp_headloss.cross_entropy,
+        "'cross_entropy': tp_headloss.losses.cross_entropy",
+    ),
+    "a name that is nearly ours": (lambda: tp_headloss.Headloss, "did you mean HeadLoss?"),
     "a metric that was not asked for": (
         lambda: HeadLoss()(LOGITS, LABELS).perplexity,
         "no 'perplexity': HeadLoss(.., metrics='perplexity') has it in out.means()",
@@ -637,6 +667,20 @@ def test_an_argument_of_a_record_is_refused_with_the_record(parameter):
             said = rf"argument '{keyword}': write .*{record.__name__}\(|{keyword}': write HeadLoss"
             with pytest.raises(TypeError, match=said):
                 function(**{keyword: None})
+
+
+@pytest.mark.parametrize("place", KINDS)
+def test_an_argument_of_a_record_of_another_part_of_the_call_is_refused_with_that_part(place):
+    for parameter, (record, _) in RECORDS.items():
+        if parameter in KEYWORDS[place] or parameter == "rule":
+            continue
+        others = {*lines_within(record)}.difference(*(KEYWORDS[other] for other in KINDS))
+        for keyword in others:
+            known = [x.ours for x in ALIASES if x.name == keyword and place in x.of.split(", ")]
+            written = [f"{parameter}={record.__name__}({keyword}=..)", *known]
+            with pytest.raises(TypeError) as error:
+                KINDS[place][0](**{keyword: None})
+            assert any(text in str(error.value) for text in written), error.value
 
 
 @pytest.mark.parametrize("name", ["Teacher", "TopKTeacher", "TeacherHead", "Transform"])

@@ -25,7 +25,7 @@ PACKAGE = ROOT / "tp_headloss"
 
 # The parts of the package from the ground up: each may import only those before it.
 LAYERS = [
-    "spec", "statistics", "ranks", "engine", "arguments", "losses", "call", "linear_head", "search",
+    "version", "spec", "statistics", "ranks", "engine", "arguments", "losses", "call", "linear_head", "search",
     "head_loss", "modules", "integrations", "", "plan", "__main__",
 ]  # fmt: skip
 # Parts that see even less than what lies below them.
@@ -153,12 +153,9 @@ def test_only_comm_calls_collectives():
     communicate."""
     allowed = {"ranks.comm": None}
     allowed["ranks.shard"] = {
-        "GroupMember",
-        "ProcessGroup",
-        "get_process_group_ranks",
-        "get_rank",
-        "get_world_size",
-    }
+        "ProcessGroup", "get_process_group_ranks", "get_rank", "get_world_size",
+    }  # fmt: skip
+    allowed["ranks.groups"] = {"GroupMember", "ProcessGroup", "get_process_group_ranks"}
     allowed["integrations.megatron.layer"] = {"ProcessGroup"}
     for name in ("vocab_rows", "row_dtensors", "replicas"):
         allowed[f"modules.{name}"] = {"get_process_group_ranks"}
@@ -315,13 +312,21 @@ TRITON_ON_CPU = """
 import torch, tp_headloss as t
 t.vocab_statistics(torch.zeros(1, 4), options=t.Options(backend='triton'))
 """
+NO_TRITON = """
+import sys; sys.modules["triton"] = None
+from tp_headloss.engine.backend import load_backend
+load_backend("triton")
+"""
 OLDER = "import {0}; {0}.__version__ = {1!r}; import tp_headloss, tp_headloss.engine.triton"
 FRESH = {  # a program -> how the last line ends that it writes
     "a cold import needs neither Triton nor CUDA": (COLD_IMPORT, "ok"),
     "the import asks for no default dtype": (DEFAULTS.format("set_default_dtype(torch.float64)"), BOUNDS),
     "the import asks for no default device": (DEFAULTS.format("set_default_device('meta')"), BOUNDS),
     "Triton on a CPU is refused": (TRITON_ON_CPU, "ValueError: .*needs CUDA tensors.*"),
+    "adapters are imported one by one": (
+        "import tp_headloss; tp_headloss.integrations", r"AttributeError: .*: import tp_headloss\.integrations\.\w+, .*"),
     "an older torch is refused": (OLDER.format("torch", "2.10.1+cu128"), r"ImportError: .*>= .*2\.10\.1\+cu128.*"),
+    "a missing Triton is refused": (NO_TRITON, r"ImportError: .*Triton >= 3\.6, and there is none: pip install .*"),
     "an older Triton is refused": (OLDER.format("triton", "3.5.1"), r"ImportError: .*>= .*got 3\.5\.1.*"),
 }  # fmt: skip
 # Each in a process of its own, forked from one that has imported torch, which takes seconds.

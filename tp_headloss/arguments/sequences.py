@@ -13,7 +13,8 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args
 import torch
 
 from ..ranks.comm import group_size, sum_over_ranks
-from ..ranks.shard import Group, has_vocab_shard
+from ..ranks.groups import Group
+from ..ranks.shard import has_vocab_shard
 from ..spec import Count, Labels, PositiveFp32, TensorLine, TokenMask, checked, sizes_of
 
 VALUES = TensorLine("real numbers or bool")

@@ -21,6 +21,7 @@ from .. import statistics
 from ..arguments.sequences import Sequences
 from ..ranks.comm import gather_objects, job_size, texts_of_job
 from ..ranks.shard import VocabShard
+from ..version import __version__
 
 # argument -> its dimension that is sharded on the vocabulary, where ranks differ; of fields their
 # class says it
@@ -89,6 +90,7 @@ class Agreement:
         if self.validate == "metadata" or shard.world_size == 1:
             return
         self.group = shard.group
+        self.facts["version"] = __version__
         # hidden states are as large as a layer's output, and some ranks have their own part of them
         own_part = getattr(facts.get("linear"), "hidden_grad", "") == "reduce_scatter"
         compare_hidden = self.validate == "checksums" and not own_part
@@ -344,6 +346,10 @@ def _expect_own_rows(rows: list[tuple[int, int] | None]):
 
 def _compare(facts: tuple[dict, ...]):
     """Raise ValueError on all ranks if their facts, a dict each, or their shards do not agree."""
+    # first, because other versions may have other facts; those before 0.3 have none of it
+    versions = [rank_facts.pop("version", "an older one") for rank_facts in facts]
+    if len({*versions}) > 1:
+        raise ValueError(f"ranks must have the same version of tp_headloss, got {versions}")
     bounds = [rank_facts.pop("bounds") for rank_facts in facts]
     rows = [rank_facts.pop("rows") for rank_facts in facts]
     first = facts[0]

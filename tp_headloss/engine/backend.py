@@ -56,6 +56,7 @@ bf16, unless patched as by the tests.
 
 import functools
 import importlib
+import importlib.util
 import os
 from typing import Literal, TypeAlias
 
@@ -81,7 +82,12 @@ def resolve_backend(name: str | None, device) -> str:
 
 @functools.cache
 def load_backend(name: str):
-    """The backend's module."""
+    """The backend's module. ImportError where Triton is missing."""
+    if name == "triton" and importlib.util.find_spec("triton") is None:
+        raise ImportError(
+            "the triton backend needs Triton >= 3.6, and there is none: pip install 'triton>=3.6', "
+            "or use Options(backend='torch')"
+        )
     return importlib.import_module(f".{'eager' if name == 'torch' else name}", __package__)
 
 

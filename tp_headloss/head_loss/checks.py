@@ -12,7 +12,8 @@ from ..arguments.teachers import TopKTeacher
 from ..call.dtensor import local_part
 from ..call.given import Given
 from ..call.request_of import expect_labels_of_tokens
-from ..ranks.shard import VocabShard, have_common_ranks
+from ..ranks.groups import have_common_ranks
+from ..ranks.shard import VocabShard
 from ..spec import (
     LABELS,
     SCALAR,

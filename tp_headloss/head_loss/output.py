@@ -9,7 +9,7 @@ import torch
 
 from ..engine.reductions import FusedReduction
 from ..ranks.comm import combine_metrics, reduce_metrics
-from ..ranks.shard import Group
+from ..ranks.groups import Group
 from ..spec import Instance, TupleOf, checked
 from ..statistics import MaybeNone, VocabStatistics, documented_fields
 from .checks import Call

@@ -35,7 +35,7 @@ from ..call.dtensor import local_part
 from ..call.subclasses import is_dtensor
 from ..linear_head import Linear, linear_vocab_statistics
 from ..ranks.comm import group_size
-from ..ranks.shard import Group
+from ..ranks.groups import Group
 from ..spec import Absent, CheckedBy, Count, Floating, Ids, Logits, Rows, Size, checked
 from .nemo_rl_distillation import get_distillation_topk_logprobs_from_logits
 from .nemo_rl_full_vocabulary import (

@@ -14,7 +14,8 @@ from ..call.dtensor import local_logits
 from ..call.subclasses import is_dtensor
 from ..linear_head import Linear, linear_vocab_statistics
 from ..ranks.comm import gather_from_ranks, group_size, sum_over_ranks
-from ..ranks.shard import Group, VocabShard
+from ..ranks.groups import Group
+from ..ranks.shard import VocabShard
 from ..spec import Ids, IntLine, Size, TensorLine
 
 IGNORED_LABEL = -100

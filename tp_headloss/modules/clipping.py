@@ -11,7 +11,7 @@ import torch
 
 from ..call.subclasses import is_dtensor
 from ..ranks.comm import gather_from_ranks, group_size
-from ..ranks.shard import Group, resolve_process_group
+from ..ranks.groups import Group, resolve_process_group
 from ..spec import CheckedBy, NotNegative, Positive, checked
 from .marks import marked_group
 from .row_dtensors import is_over_group

@@ -12,7 +12,8 @@ from uuid import uuid4
 
 import torch
 
-from ..ranks.shard import VocabShard, is_live_group
+from ..ranks.groups import fate_of, is_live_group
+from ..ranks.shard import VocabShard
 
 # group -> its number, and back for as long as the process runs: what is gone was destroyed, and a
 # number that is not there came with a file
@@ -37,14 +38,14 @@ def _number_of(group) -> str:
 def marked_group(p: torch.Tensor) -> str:
     """Return the name of the group over which a parameter's rows are sharded, "" if it has no mark.
 
-    ValueError if the group was destroyed: another one may have its name by now.
+    ValueError if the group is not live: another one may have its name by now.
     """
     name = getattr(p, "sharded_over", "")
     known = _groups.get(getattr(p, "sharded_group", ""))
     if known is not None and not is_live_group(known(), name):
         raise ValueError(
-            f"the process group {name!r} of a parameter {list(p.shape)} was destroyed: set the "
-            "module's shard to a VocabShard of a group that exists, and call the module, which "
+            f"the process group {name!r} of a parameter {list(p.shape)} {fate_of(known())}: set "
+            "the module's shard to a VocabShard of a group that exists, and call the module, which "
             "marks its parameters"
         )
     return name

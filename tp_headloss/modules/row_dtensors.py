@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 
 from ..call.subclasses import is_dtensor
-from ..ranks.shard import VocabShard, resolve_process_group
+from ..ranks.groups import resolve_process_group
+from ..ranks.shard import VocabShard
 
 
 def expect_mesh_of(shard: VocabShard, mesh):

@@ -29,7 +29,8 @@ from torch.distributed.distributed_c10d import _get_process_group_store as _stor
 
 from ..spec import Instance, TensorLine, TupleOf, checked
 from .compiler import constant_for_compile
-from .shard import Group, expect_live, has_vocab_shard, live_group
+from .groups import Group, expect_live, live_group
+from .shard import has_vocab_shard
 
 METRICS = Instance(dict)
 Metrics: TypeAlias = Annotated[dict[str, torch.Tensor], METRICS, "Scalars by name"]

@@ -10,19 +10,24 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
 
 from ..spec import CheckedBy, Count, IntLine, Size, TupleOf, checked
 from .compiler import constant_for_compile
-
-# torch has a type of its own for the names of groups
-resolve_process_group: Callable[[str], dist.ProcessGroup] = _resolve_process_group  # type: ignore[assignment]
+from .groups import (
+    Group,
+    expect_group,
+    fate_of,
+    gone,
+    is_live_group,
+    remember,
+    resolve_process_group,
+)
 
 CHUNKS = 8
 PADDING_UNIT = 128  # rows: what trainers pad each rank's part of a vocabulary to
@@ -56,56 +61,6 @@ def has_vocab_shard(group_name: str) -> bool:
     return found()
 
 
-@constant_for_compile
-def have_common_ranks(group_name: str, other_name: str) -> bool:
-    """Return True if two process groups have a rank besides this one in common."""
-    own = dist.get_process_group_ranks(resolve_process_group(group_name))
-    other = dist.get_process_group_ranks(resolve_process_group(other_name))
-    return len({*own} & {*other}) > 1
-
-
-def is_live_group(group, name: str) -> bool:
-    """Return True if the process group of this name is still `group`.
-
-    It was not destroyed, and its name not reused.
-    """
-    try:
-        return resolve_process_group(name) is group
-    except (LookupError, RuntimeError, ValueError):
-        return False
-
-
-def _destroyed(whose: str, name: str) -> str:
-    return f"{whose} {name!r} was destroyed: make a VocabShard of a group that exists"
-
-
-def live_group(name: str, world_size: int) -> dist.ProcessGroup:
-    """Return the process group of a shard that is known by its name and size alone.
-
-    ValueError if it was destroyed, which a group of another size that has its name shows, too. One
-    of the same size does not: who still has the shard asks `VocabShard.expect_live_group` first.
-    """
-    try:
-        group = resolve_process_group(name)
-    except (LookupError, RuntimeError, ValueError) as error:
-        raise ValueError(_destroyed("the shard's process group", name)) from error
-    if group.size() != world_size:
-        was = f"the shard's process group, of {world_size} ranks, now of {group.size()},"
-        raise ValueError(_destroyed(was, name))
-    return group
-
-
-def expect_live(group, name: str = "group"):
-    """Raise ValueError if a process group of several ranks was destroyed."""
-    if group is None or group.size() == 1 or torch.compiler.is_compiling():
-        return
-    if not is_live_group(group, group.group_name):
-        raise ValueError(
-            f"{name} must be a process group that exists, got {group.group_name!r}, which was "
-            "destroyed: pass one of those that exist now"
-        )
-
-
 def canonical_chunk_size(vocab_size: int) -> int:
     """Return the columns per chunk of whole-chunk shards.
 
@@ -114,32 +69,14 @@ def canonical_chunk_size(vocab_size: int) -> int:
     return -(-vocab_size // (CHUNKS * CHUNK_ALIGNMENT)) * CHUNK_ALIGNMENT
 
 
-def expect_group(group, name: str = "group"):
-    """Raise TypeError or ValueError unless it is None, or a live process group with this rank."""
-    if group is None or isinstance(group, dist.ProcessGroup):
-        expect_live(group, name)
-        return
-    if type(group).__name__ == "DeviceMesh":
-        raise TypeError(
-            f"{name} must be a process group, got a DeviceMesh: use VocabShard.from_mesh, or its "
-            "get_group"
-        )
-    if group is dist.GroupMember.NON_GROUP_MEMBER:  # what torch gives to ranks that are no members
-        raise ValueError(
-            f"this rank must be a member of {name}, got torch's GroupMember.NON_GROUP_MEMBER"
-        )
-    raise TypeError(f"{name} must be a process group or None, got {group!r}")
-
-
 def _expect_mesh(name: str, mesh):
     if type(mesh).__name__ != "DeviceMesh":  # which is not imported here
-        raise TypeError(f"{name} must be a torch.distributed.DeviceMesh, got {mesh!r}")
+        said = ": use VocabShard.from_group" if isinstance(mesh, dist.ProcessGroup) else ""
+        kind = type(mesh).__name__ if said else repr(mesh)
+        raise TypeError(f"{name} must be a torch.distributed.DeviceMesh, got {kind}{said}")
 
 
 Mesh: TypeAlias = Annotated[Any, CheckedBy("a `torch.distributed.DeviceMesh`", _expect_mesh)]
-Group: TypeAlias = Annotated[
-    Any, CheckedBy("a process group, or None", lambda name, x: expect_group(x, name))
-]
 
 
 def _rank_and_size(group) -> tuple[int, int]:
@@ -181,7 +118,8 @@ class VocabShard:
     finds it, ``check=True`` does not.
 
     One thread at a time uses a group, on all ranks in one order; threads that have a group each are
-    right. A shard with a group cannot be pickled: each process makes its own.
+    right. A shard with a group cannot be pickled: each process makes its own, and so does a forked
+    child, whose calls with its parent's shard are a ValueError.
 
     Args:
         vocab_size: V, the number of ids of the true vocabulary.
@@ -232,6 +170,7 @@ class VocabShard:
         fill = object.__setattr__  # frozen: the derived fields are written once, here
         if world_size > 1 and not torch.compiler.is_compiling():
             _shared_shards[id(self)] = self
+            remember(self.group)
         fill(self, "world_size", world_size)
         fill(self, "padded_size", self.stop if world_size == 1 else None)
         group = None if world_size == 1 else self.group
@@ -254,7 +193,7 @@ class VocabShard:
         return self.__dict__
 
     def expect_live_group(self):
-        """Raise ValueError if the process group was destroyed.
+        """Raise ValueError if the process group was destroyed, or is that of a parent process.
 
         Another group may have its name by now, so whatever finds the group by its name later than
         the call that had the shard (a backward, a mark on a parameter) asks here first. Not while
@@ -263,7 +202,8 @@ class VocabShard:
         if self.world_size == 1 or torch.compiler.is_compiling():
             return
         if not is_live_group(self.group, self.group_name):
-            raise ValueError(_destroyed("the shard's process group", self.group_name))
+            fate = fate_of(self.group)
+            raise ValueError(gone("the shard's process group", self.group_name, fate))
 
     def expect_width(self, name: str, size: int, each: str, other_size: int | None = None):
         """Raise ValueError, with a likely reason, unless there is a column, or row, for each id.

@@ -101,8 +101,14 @@ def refuse_keywords(function, unknown: Iterable[str], takes_others: bool):
                 if keyword in KEYWORDS.get(place, ()):
                     found.append(text.format(keyword))
         for parameter, record in RECORDS.items():
-            if parameter in KEYWORDS[name] and keyword in KEYWORDS.get(record, ()):
-                found.append(f"{parameter}={record}({keyword}=..)")
+            if keyword not in KEYWORDS.get(record, ()):
+                continue
+            written = f"{parameter}={record}({keyword}=..)"
+            if parameter in KEYWORDS[name]:
+                found.append(written)
+            elif name in PLACES:
+                places = [text for place, text in PLACES.items() if parameter in KEYWORDS[place]]
+                found += [text.replace("{}=..", written) for text in places]
         if name in INSTALLATIONS:
             others = [other for other in INSTALLATIONS if keyword in KEYWORDS.get(other, ())]
             found += [f"{other}(model, {keyword}=..)" for other in others]

@@ -282,7 +282,17 @@ class AnyOf:
                     raise
         kinds = [line.kind for line in self.lines if isinstance(line, Instance)]
         said = max((made_of_value(kind, value) for kind in kinds), default="")
+        said = said or self._of_another_copy(value)
         raise TypeError(f"{name} must be {self.says}, got {shown(value)}{said}")
+
+    def _of_another_copy(self, value) -> str:
+        """Return the words of `two_copies` for an object, or one in a tuple or list; "" for
+        others."""
+        lines = [line.line if isinstance(line, TupleOf) else line for line in self.lines]
+        kinds = [line.kind for line in lines if isinstance(line, Instance)]
+        parts = value if type(value) in (tuple, list) else [value]
+        found = (two_copies(part, kind) for part in parts for kind in kinds)
+        return next(filter(None, found), "")
 
 
 Line: TypeAlias = (

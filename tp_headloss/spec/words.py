@@ -6,7 +6,7 @@ import torch
 def shown(value) -> str:
     """Return a value for a message, which must be the same on all ranks: objects by their type."""
     if type(value) in (list, tuple):
-        if all(isinstance(x, (str, float, int, list, tuple)) for x in value):
+        if all(isinstance(x, (str, float, int)) or type(x) in (list, tuple) for x in value):
             return repr(value)
         names = ", ".join(_kind(x) for x in value)
         remedies = [getattr(type(x), "remedy", "") for x in value]
@@ -44,7 +44,7 @@ def two_copies(value, kind: type) -> str:
     "" where the names differ.
     """
     other = type(value)
-    if other.__name__ != kind.__name__:
+    if other is kind or other.__name__ != kind.__name__:
         return ""
     return (
         f" of {other.__module__} in the place of that of {kind.__module__}: two copies of the "

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from ...ranks.comm import NumberedStore, gather_objects
-from ...ranks.shard import is_live_group, resolve_process_group
+from ...ranks.groups import is_live_group, resolve_process_group
 from ..backend import load_backend
 from ..one_read.kernel import Memory, stream_after
 from ..request import Request

@@ -13,7 +13,8 @@ from ...arguments.id_sets import IdSets
 from ...arguments.options import Options, Transform
 from ...call.statistics import vocab_statistics
 from ...linear_head import Linear, linear_vocab_statistics
-from ...ranks.shard import Group, VocabShard
+from ...ranks.groups import Group
+from ...ranks.shard import VocabShard
 from ...spec import (
     IDS,
     TOKEN_WEIGHT,
