@@ -324,7 +324,7 @@ FRESH = {  # a program -> how the last line ends that it writes
     "the import asks for no default device": (DEFAULTS.format("set_default_device('meta')"), BOUNDS),
     "Triton on a CPU is refused": (TRITON_ON_CPU, "ValueError: .*needs CUDA tensors.*"),
     "adapters are imported one by one": (
-        "import tp_headloss; tp_headloss.integrations", r"AttributeError: .*: import tp_headloss\.integrations\.\w+, .*"),
+        "import tp_headloss; tp_headloss.integrations", r"AttributeError: .*: import tp_headloss\.integrations.*"),
     "an older torch is refused": (OLDER.format("torch", "2.10.1+cu128"), r"ImportError: .*>= .*2\.10\.1\+cu128.*"),
     "a missing Triton is refused": (NO_TRITON, r"ImportError: .*Triton >= 3\.6, and there is none: pip install .*"),
     "an older Triton is refused": (OLDER.format("triton", "3.5.1"), r"ImportError: .*>= .*got 3\.5\.1.*"),
