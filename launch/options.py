@@ -3,6 +3,7 @@ nonsense in one line."""
 
 import argparse
 import math
+from collections.abc import Callable
 
 LARGEST = 2**31 - 1
 
@@ -61,7 +62,7 @@ def parser_of(doc: str, *, precision: bool = False, **defaults) -> argparse.Argu
     """A parser with --device and those options of `SHARED` that get a default here (None for --tp:
     all processes)."""
     parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
     add(
@@ -78,6 +79,16 @@ def parser_of(doc: str, *, precision: bool = False, **defaults) -> argparse.Argu
         said = text and text.format(default="all processes" if default is None else default)
         add(f"--{option}", type=kind, default=default, help=said)
     return parser
+
+
+def positional(doc: str, **kinds: Callable) -> argparse.Namespace:
+    """The values of a command line without options: name -> type."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    for name, kind in kinds.items():
+        parser.add_argument(name, type=kind)
+    return parser.parse_args()
 
 
 def check_multiple(

@@ -1,7 +1,6 @@
 """torchrun --standalone --nproc-per-node 4 launch/trainer.py 2 100 runs/small
 trains 100 steps on 2 shards x 2 data-parallel ranks, from where it stopped."""
 
-import sys
 from pathlib import Path
 
 import torch
@@ -9,14 +8,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as states
 
+import parallel
 import tp_headloss as hl
 from model import Transformer
+from options import positional, positive_int
 
-given = sys.argv[1:] if len(sys.argv) == 4 else sys.exit(__doc__)
-tp, steps, folder = int(given[0]), int(given[1]), Path(given[2])
+args = positional(__doc__, tp=positive_int, steps=positive_int, folder=Path)
+dp, tp = parallel.sizes(args.tp, alone=False)
 device = "cuda" if torch.cuda.is_available() else "cpu"
 dist.init_process_group()
-dp = dist.get_world_size() // tp
 mesh = dist.init_device_mesh(device, (dp, tp), mesh_dim_names=("dp", "tp"))
 group, mine = mesh.get_group("dp"), slice(mesh.get_local_rank("dp"), None, dp)
 shard = hl.VocabShard.from_mesh(mesh, 96, "tp")
@@ -45,12 +45,12 @@ def state():
     return dict(zip(names, states.get_state_dict(model, optimizer)))
 
 
-saved = sorted(folder.glob("*/.metadata"))
+saved = sorted(args.folder.glob("*/.metadata"))
 first = int(saved[-1].parent.name) if saved else 0
 if saved:
     dcp.load(found := state(), checkpoint_id=saved[-1].parent)
     states.set_state_dict(model, optimizer, **found)
-for step in range(first + 1, steps + 1):
+for step in range(first + 1, args.steps + 1):
     parts, outputs = batches(step, pieces=2), []
     tokens = sum((labels != -100).sum() for _, labels in parts)
     dist.all_reduce(tokens, group=group)  # of the global batch
@@ -60,7 +60,7 @@ for step in range(first + 1, steps + 1):
     norm = hl.clip_grad_norm_(model.parameters(), max_norm=1.0)
     optimizer.step()
     optimizer.zero_grad()
-    if step % 20 == 0 or step == steps:
+    if step % 20 == 0 or step == args.steps:
         with torch.no_grad():
             unseen = [forward(*part) for part in batches(10**6, pieces=1)]
         seen, unseen = (hl.mean_metrics(x, group) for x in (outputs, unseen))
@@ -68,5 +68,5 @@ for step in range(first + 1, steps + 1):
         log["perplexity"] = unseen["perplexity"]
         if dist.get_rank() == 0:
             print("step", step, {k: round(float(x), 4) for k, x in log.items()})
-        dcp.save(state(), checkpoint_id=folder / f"{step:06}")
+        dcp.save(state(), checkpoint_id=args.folder / f"{step:06}")
 dist.destroy_process_group()

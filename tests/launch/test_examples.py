@@ -33,6 +33,6 @@ def test_a_trainer_in_60_lines_trains_alike_on_any_mesh_and_goes_on_from_its_che
     assert whole[1]["loss"] < 0.3 < whole[0]["loss"] < 4.5 and whole[1]["perplexity"] < 1.5
     parts = rows(run_script("launch/trainer.py", 2, 20, tmp_path / "parts", ranks=4))
     parts += rows(run_script("launch/trainer.py", 2, 40, tmp_path / "parts", ranks=2))
-    assert "launch/trainer.py 2 100" in run_script("launch/trainer.py", "--help", code=1)
+    assert "launch/trainer.py 2 100" in run_script("launch/trainer.py", "--help")
     for ours, one in zip(parts, whole, strict=True):
         assert ours == pytest.approx(one, rel=3e-2, abs=3e-3)
