@@ -11,7 +11,6 @@ shard, is printed beside it. The exit status is 1 if a bit differs.
 """
 
 import argparse
-import os
 import sys
 
 import torch
@@ -19,17 +18,20 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import parallel
+from options import positive_int
 from tp_headloss import Linear, Options, VocabShard, linear_vocab_statistics
 
 
 def arguments():
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    parser.add_argument("--vocab", type=int, default=128256)
-    parser.add_argument("--hidden", type=int, default=4096)
-    parser.add_argument("--sequences", type=int, default=16)
-    parser.add_argument("--length", type=int, default=500)
+    parser.add_argument("--vocab", type=positive_int, default=128256)
+    parser.add_argument("--hidden", type=positive_int, default=4096)
+    parser.add_argument("--sequences", type=positive_int, default=16)
+    parser.add_argument("--length", type=positive_int, default=500)
     return parser.parse_args()
 
 
@@ -50,7 +52,7 @@ def of_logits(hidden, weights, labels):
 
 def main() -> int:
     args = arguments()
-    ranks = parallel.start(int(os.environ["WORLD_SIZE"]), "auto")
+    ranks = parallel.start(None, "auto")
     shard = VocabShard.from_group(ranks.tp_group, args.vocab, -(-args.vocab // 128) * 128)
     generator = torch.Generator(ranks.device).manual_seed(0)  # the same numbers on every rank
 

@@ -353,7 +353,7 @@ class Trainer:
 def main() -> None:
     args = parse()
     torch.use_deterministic_algorithms(True, warn_only=True)
-    ranks = parallel.start(args.tp or int(os.environ.get("WORLD_SIZE", 1)), args.device)
+    ranks = parallel.start(args.tp, args.device)
     out = Path(args.out)
     if not args.overwrite:
         ranks.first(lambda: refuse_older_run([out / "metrics.jsonl"]))

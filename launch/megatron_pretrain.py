@@ -296,13 +296,9 @@ def save(args, device: torch.device, results: dict) -> None:
 
 def main() -> None:
     args = parse()
-    if "WORLD_SIZE" not in os.environ:
-        raise SystemExit(
-            "start it with torchrun: torchrun --standalone --nproc-per-node 2 launch/megatron_pretrain.py"
-        )
     if args.deterministic:
         os.environ.setdefault("NCCL_ALGO", "Ring")  # as Megatron's own trainer sets it
-    ranks = parallel.start(args.tp, args.device)
+    ranks = parallel.start(args.tp, args.device, alone=False)
     if ranks.device.type == "cpu" and args.cuda_graph != ["none"]:
         raise SystemExit("--cuda-graph needs GPUs")
     if args.out and not args.overwrite:

@@ -61,7 +61,7 @@ def parser_of(doc: str, *, precision: bool = False, **defaults) -> argparse.Argu
     """A parser with --device and those options of `SHARED` that get a default here (None for --tp:
     all processes)."""
     parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
     add(

@@ -1,6 +1,7 @@
 """Ranks of a data-parallel x tensor-parallel job, and every collective the trainer itself makes."""
 
 import os
+import sys
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+OF_TORCHRUN = "WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"
 
 
 @dataclass(frozen=True)
@@ -103,11 +106,37 @@ def job() -> str | None:
     return run
 
 
-def start(tp: int, device: str) -> Ranks:
-    """Join the job that torchrun started; without torchrun this process is the whole job."""
-    world, local_rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
+def sizes(tp: int | None, alone: bool) -> tuple[int, int]:
+    """Numbers of data-parallel and of tensor-parallel ranks.
+
+    tp: None for all processes of the job. alone: whether one process may run without torchrun.
+    """
+    world = processes(alone)
+    tp = tp or world
     if world % tp:
-        raise SystemExit(f"--tp {tp} does not divide the {world} process(es) of this job")
+        raise SystemExit(f"tp = {tp} does not divide the {world} process(es) of this job")
+    return world // tp, tp
+
+
+def processes(alone: bool) -> int:
+    """Number of processes of the job; SystemExit where they need torchrun and it has not started
+    them."""
+    if alone and os.environ.get("WORLD_SIZE", "1") == "1":
+        return 1
+    missing = [name for name in OF_TORCHRUN if not os.environ.get(name)]
+    if missing:
+        raise SystemExit(
+            f"expected the variables of torchrun, got no {', '.join(missing)}. Start it with "
+            f"torchrun: torchrun --standalone --nproc-per-node 2 {sys.argv[0]} .."
+        )
+    return int(os.environ["WORLD_SIZE"])
+
+
+def start(tp: int | None, device: str, alone: bool = True) -> Ranks:
+    """Join the job that torchrun started, see `sizes`; without torchrun this process is the whole
+    job."""
+    dp, tp = sizes(tp, alone)
+    world, local_rank = dp * tp, int(os.environ.get("LOCAL_RANK", 0))
     gpus, processes = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if device == "auto":
         device = "cuda" if gpus >= processes else "cpu"
@@ -133,9 +162,9 @@ def start(tp: int, device: str) -> Ranks:
     # gloo beside NCCL: counts and flags are host numbers and never wait for the GPU.
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
-    mesh = init_device_mesh(device, (world // tp, tp), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device, (dp, tp), mesh_dim_names=("dp", "tp"))
     return Ranks(
-        where, rank=dist.get_rank(), world=world, dp_rank=mesh["dp"].get_local_rank(), dp=world // tp,
-        tp_rank=mesh["tp"].get_local_rank(), tp=tp, dp_group=mesh["dp"].get_group() if world // tp > 1 else None,
+        where, rank=dist.get_rank(), world=world, dp_rank=mesh["dp"].get_local_rank(), dp=dp,
+        tp_rank=mesh["tp"].get_local_rank(), tp=tp, dp_group=mesh["dp"].get_group() if dp > 1 else None,
         tp_group=mesh["tp"].get_group() if tp > 1 else None, mesh=mesh,
     )  # fmt: skip

@@ -89,7 +89,7 @@ def plot_comparison(first: Path, second: Path, png: Path) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN", help="folder with metrics.jsonl, one or two"
     )

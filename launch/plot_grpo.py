@@ -49,7 +49,9 @@ def plot(runs: list[Path], png: Path, refresh: int = 0, together: int = 1) -> No
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN", help="folder with metrics.jsonl"

@@ -76,7 +76,7 @@ def plot(results: dict, png: Path, title: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("results", type=Path, help="what --out has written, without graphs")
     parser.add_argument("--png", type=Path, help="default: beside the results")
     args = parser.parse_args()

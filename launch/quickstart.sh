@@ -3,6 +3,7 @@
 # draws the two loss curves over each other. Needs no GPU and takes minutes:
 #     bash launch/quickstart.sh [options of launch/train.py, e.g. --steps 50]
 set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/../scripts/arguments.sh"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh train
 python=.venv/bin/python

@@ -2,6 +2,7 @@
 # Builds the documentation into build/site:   bash scripts/docs.sh
 # Shows it at http://127.0.0.1:8000 and builds again what changes:   bash scripts/docs.sh serve
 set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/arguments.sh"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh docs
 # Otherwise the theme announces its successor on every run.

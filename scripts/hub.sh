@@ -3,15 +3,17 @@
 # `kernels.get_local_kernel(Path("FOLDER"))` loads it as it is; whoever publishes it uploads the folder. The package has a
 # name of its own there, by its content, so that several of them, and an installed one, may be in one process.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source "$(dirname "${BASH_SOURCE[0]}")/arguments.sh"
 [ $# = 1 ] || { echo "hub: where to? bash scripts/hub.sh FOLDER" >&2; exit 2; }
-[ ! -e "$1" ] || { echo "hub: $1 is there already" >&2; exit 1; }
+folder=$(from_here "$1")
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+[ ! -e "$folder" ] || { echo "hub: $folder is there already" >&2; exit 1; }
 version=$(sed -n 's/^__version__ = "\(.*\)"$/\1/p' tp_headloss/version.py)
 content=$(find tp_headloss scripts/hub -type f -not -path "*/__pycache__/*" | sort | xargs cat | sha256sum | cut -c1-12)
-mkdir -p "$1"
-cp scripts/hub/README.md "$1"
+mkdir -p "$folder"
+cp scripts/hub/README.md "$folder"
 for backend in cpu cuda rocm; do  # the same for each: kernels are compiled where they run
-    build=$1/build/torch-$backend
+    build=$folder/build/torch-$backend
     mkdir -p "$build"
     cp -r tp_headloss/. scripts/hub/layers.py LICENSE NOTICE "$build"
     find "$build" -name __pycache__ -prune -exec rm -r {} +
@@ -27,4 +29,4 @@ for backend in cpu cuda rocm; do  # the same for each: kernels are compiled wher
 }
 JSON
 done
-echo "hub: made $1"
+echo "hub: made $folder"

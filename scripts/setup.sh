@@ -3,6 +3,7 @@
 # Starts from $PYTHON (default python3). Only what is missing is installed; where nothing is, pip never runs.
 # $VENV is the path of another environment than .venv.
 set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/arguments.sh"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PYTHON=${PYTHON:-python3}
 VENV=${VENV:-.venv}
@@ -20,6 +21,9 @@ stamp=$VENV/.setup-$({
     cat setup.cfg scripts/constraints.txt scripts/setup.sh
 } | cksum | tr -d ' ')
 if [ -x $venv ] && [ -f "$stamp" ]; then exit 0; fi
+
+extras='import configparser; c = configparser.ConfigParser(); c.read("setup.cfg"); print(*c["options.extras_require"])'
+expect_among "$("$PYTHON" -c "$extras")" "$@"
 
 abi='import sys; print(sys.version_info[:2])'
 if [ ! -x $venv ] || [ "$($venv -c "$abi")" != "$("$PYTHON" -c "$abi")" ]; then

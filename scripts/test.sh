@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Lint, documentation, types and tests:   bash scripts/test.sh [pytest arguments]
 set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/arguments.sh"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 unset PYTHONDONTWRITEBYTECODE  # hundreds of processes import the same files
 bash scripts/setup.sh test train docs dev

@@ -18,6 +18,9 @@ import argparse
 import os
 import platform
 import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,16 +34,46 @@ from .ranks.comm import gather_objects, group_size
 NEEDED = {"torch": "2.11", "triton": "3.6"}  # oldest versions
 TOKENS, VOCAB, HIDDEN = 24, 1000, 32
 TOLERANCE = 1e-5  # of fp32, relative to the largest element
+# how long ranks wait for each other where variables that are left over may have made them wait
+JOIN = timedelta(minutes=1)
+START = (
+    "write torchrun --standalone --nproc-per-node N -m tp_headloss, or unset WORLD_SIZE to check "
+    "one process"
+)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that must be equal on all ranks."""
+    return {
+        "tp_headloss": __version__,
+        "torch": str(torch.__version__),
+        "triton": installed_version("triton") or "not installed",
+        "Python": platform.python_version(),
+    }
+
+
+def different_versions(found: list[dict[str, str]]) -> list[str]:
+    """Return a line for each name whose version is not the same on all ranks."""
+    lines = []
+    for name in found[0]:
+        ranks_with: dict[str, list[str]] = {}
+        for rank, of_rank in enumerate(found):
+            ranks_with.setdefault(of_rank[name], []).append(str(rank))
+        told = (f"{version} on rank {', '.join(ranks)}" for version, ranks in ranks_with.items())
+        if len(ranks_with) > 1:
+            lines.append(f"FAILED: {name} must have one version on all ranks: {'; '.join(told)}")
+    return lines
 
 
 def environment() -> list[str]:
     """Return lines on versions, GPUs and hosts of this process."""
+    these = versions()
     lines = [
-        f"tp_headloss {__version__}, Python {platform.python_version()}, {platform.platform()}"
+        f"tp_headloss {__version__} in {Path(__file__).parent}, Python {these['Python']}, "
+        f"{platform.platform()}"
     ]
     for name, oldest in NEEDED.items():
-        version = torch.__version__ if name == "torch" else installed_version(name)
-        lines.append(f"{name} {version or 'not installed'} (>= {oldest})")
+        lines.append(f"{name} {these[name]} (>= {oldest})")
     for i in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(i)
         lines.append(
@@ -128,6 +161,8 @@ def self_check(device: torch.device, group: dist.ProcessGroup | None) -> dict[st
 def report(devices: list[torch.device], group: dist.ProcessGroup | None) -> tuple[list[str], bool]:
     """Return the lines of the report, and whether all checks passed on all ranks of the group."""
     lines, passed = environment(), True
+    if group is not None and (different := different_versions(gather_objects(versions(), group))):
+        return [*lines, *different], False
     for device in devices:
         where = str(device) if group is None else f"{device.type}, {group_size(group)} ranks"
         try:
@@ -152,33 +187,101 @@ def report(devices: list[torch.device], group: dist.ProcessGroup | None) -> tupl
     return [*lines, symmetric_memory(devices[-1], group)], passed
 
 
+class Job(NamedTuple):
+    """The ranks of a check, and which of them this process is."""
+
+    ranks: int = 1
+    rank: int = 0
+    local_rank: int = 0
+    local_ranks: int = 1  # on this host
+    address: str = ""  # where they meet
+
+
+def job() -> Job:
+    """Return what torchrun's variables say; ValueError that names one which is missing or wrong."""
+    if "WORLD_SIZE" not in os.environ:
+        return Job()
+    ranks = number_of("WORLD_SIZE", 1, 2**31 - 1)
+    if ranks == 1:
+        return Job()
+    host = os.environ.get("MASTER_ADDR")
+    if not host:
+        raise ValueError(f"MASTER_ADDR must be the host of rank 0, got nothing: {START}")
+    local_ranks = ranks
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        local_ranks = number_of("LOCAL_WORLD_SIZE", 1, ranks)
+    return Job(
+        ranks,
+        rank=number_of("RANK", 0, ranks - 1),
+        local_rank=number_of("LOCAL_RANK", 0, local_ranks - 1),
+        local_ranks=local_ranks,
+        address=f"{host}:{number_of('MASTER_PORT', 1, 2**16 - 1)}",
+    )
+
+
+def number_of(name: str, least: int, most: int) -> int:
+    """Return the number in a variable of the environment; ValueError unless it is in the range."""
+    text = os.environ.get(name, "")
+    if text.isdecimal() and least <= int(text) <= most:
+        return int(text)
+    raise ValueError(
+        f"{name} must be a whole number from {least} to {most}, got {text or 'nothing'}: {START}"
+    )
+
+
+def join(given: Job, backend: str) -> None:
+    """Begin the process group, or exit where its ranks do not come in time."""
+    if given.local_rank == 0:
+        print(
+            f"waiting for {given.ranks} ranks at {given.address}; to check one process, unset "
+            "WORLD_SIZE",
+            flush=True,
+        )
+    timeout = None if "TORCHELASTIC_RUN_ID" in os.environ else JOIN
+    try:
+        dist.init_process_group(backend, timeout=timeout)
+    except RuntimeError as error:
+        (reason, *_) = str(error).splitlines() or [""]
+        sys.exit(
+            f"expected {given.ranks} ranks at {given.address}, got "
+            f"{type(error).__name__}: {reason}\n{START}"
+        )
+
+
+def report_of_job(given: Job) -> tuple[list[str], bool]:
+    """Return the report of one process on all its devices, or of all ranks on one device each."""
+    gpus = torch.cuda.device_count()
+    if given.ranks == 1:
+        return report([torch.device("cpu"), *(torch.device("cuda", i) for i in range(gpus))], None)
+    use_gpus = gpus >= given.local_ranks
+    device = torch.device("cuda", given.local_rank) if use_gpus else torch.device("cpu")
+    if use_gpus:
+        torch.cuda.set_device(device)
+    join(given, "nccl" if use_gpus else "gloo")
+    lines, passed = report([device], dist.group.WORLD)
+    dist.destroy_process_group()
+    return lines, passed
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
-        "python -m tp_headloss", None, __doc__, formatter_class=argparse.RawTextHelpFormatter
+        "python -m tp_headloss",
+        None,
+        __doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"tp_headloss {__version__}")
-    plan.add_command(parser.add_subparsers(dest="command"))
+    plan_parser = plan.add_command(parser.add_subparsers(dest="command"))
     given = parser.parse_args()
     if given.command is not None:
-        return plan.run(given)
-    ranks, local_rank = (
-        int(os.environ.get("WORLD_SIZE", "1")),
-        int(os.environ.get("LOCAL_RANK", "0")),
-    )
-    gpus = torch.cuda.device_count()
-    if ranks == 1:
-        lines, passed = report(
-            [torch.device("cpu"), *(torch.device("cuda", i) for i in range(gpus))], None
-        )
-    else:
-        use_gpus = gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-        device = torch.device("cuda", local_rank) if use_gpus else torch.device("cpu")
-        if use_gpus:
-            torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if use_gpus else "gloo")
-        lines, passed = report([device], dist.group.WORLD)
-        dist.destroy_process_group()
-    if int(os.environ.get("RANK", "0")) == 0:
+        return plan.run(given, plan_parser)
+    try:
+        this = job()
+    except ValueError as error:
+        parser.error(str(error))
+    lines, passed = report_of_job(this)
+    if this.rank == 0:
         print("\n".join(lines), flush=True)
     sys.exit(not passed)
 

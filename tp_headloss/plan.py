@@ -8,6 +8,7 @@ Communication is not in it.
 """
 
 import argparse
+import os
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,8 @@ CARDS = {
     "H100": (3.35, 989.0, 67.0),
     "H200": (4.8, 989.0, 67.0),
 }
+HIDDEN = 4096  # size of the hidden states where none is given
+FROM_HIDDEN = "hidden", "tflops"  # options that mean nothing where logits are given
 PER_TOKEN = 128  # bytes of statistics, packets and labels, about
 # bytes that `Linear()` may take of a GPU of 80 GB, where there is none here
 ASSUMED_SHARE = 4 << 30
@@ -268,12 +271,14 @@ def report(head: Head, from_hidden: bool, bandwidth: float | None, tflops: float
         "hidden states and weight, with dH and dW" if from_hidden else "the logits",
     )
     times = [floor_ms(way, head, *speeds) for way in found]
+    assumed = f"{speeds[0]:g} TB/s ({origin[0]}; --bandwidth)"
+    if from_hidden:
+        assumed += f", {speeds[1]:g} TFLOP/s ({origin[1]}; --tflops)"
     lines = [
         f"{head.tokens} tokens x {head.vocab} ids in {head.dtype}, {head.logits / 2**20:.0f} MiB "
         "of logits a rank",
         f"memory: the peak beyond {beyond}, and beyond a main_grad",
-        f"floor: at {speeds[0]:g} TB/s ({origin[0]}; --bandwidth), {speeds[1]:g} TFLOP/s "
-        f"({origin[1]}; --tflops),",
+        f"floor: at {assumed},",
         "  without communication; one read, and recompute's floor, are of an H100",
         "",
         f"{'way':24}{'MiB':>8}{'floor ms':>10}  what to write",
@@ -297,17 +302,22 @@ def report(head: Head, from_hidden: bool, bandwidth: float | None, tflops: float
     return "\n".join(lines)
 
 
-def add_command(commands) -> None:
-    """Add `plan` to the commands of an argparse parser."""
+def add_command(commands) -> argparse.ArgumentParser:
+    """Add `plan` to the commands of an argparse parser; return the parser of its options."""
     parser = commands.add_parser(
-        "plan", help="memory and time of every way to a loss", description=__doc__
+        "plan",
+        help="memory and time of every way to a loss",
+        description=__doc__,
+        allow_abbrev=False,
     )
     parser.add_argument("--tokens", type=positive, required=True, help="of a step, on a rank")
     parser.add_argument(
         "--vocab", type=positive, required=True, help="ids, with padding where logits have it"
     )
     parser.add_argument(
-        "--hidden", type=positive, default=4096, help="size of the hidden states (default 4096)"
+        "--hidden",
+        type=positive,
+        help=f"size of the hidden states, for --from hidden (default {HIDDEN})",
     )
     parser.add_argument(
         "--tp", type=positive, default=1, help="ranks that share the vocabulary (default 1)"
@@ -319,13 +329,24 @@ def add_command(commands) -> None:
         "--from", choices=("logits", "hidden"), default="logits", dest="start", help="what is given"
     )
     parser.add_argument("--bandwidth", type=terabytes, metavar="TB/S", help="of the GPU's memory")
-    parser.add_argument("--tflops", type=teraflops, help="of the GPU's products of this dtype")
+    parser.add_argument(
+        "--tflops",
+        type=teraflops,
+        help="of the GPU's products of this dtype, for --from hidden",
+    )
+    return parser
 
 
-def run(given) -> None:
-    """Print the report that parsed arguments ask for."""
-    head = Head(given.tokens, given.vocab, given.tp, given.dtype, given.hidden)
-    print(report(head, given.start == "hidden", given.bandwidth, given.tflops))
+def run(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Print the report that parsed arguments ask for; under torchrun, on rank 0 alone."""
+    from_hidden = given.start == "hidden"
+    for name in FROM_HIDDEN:
+        if getattr(given, name) is not None and not from_hidden:
+            parser.error(f"argument --{name}: needs --from hidden, got --from {given.start}")
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK") != "0":
+        return
+    head = Head(given.tokens, given.vocab, given.tp, given.dtype, given.hidden or HIDDEN)
+    print(report(head, from_hidden, given.bandwidth, given.tflops))
 
 
 def terabytes(text: str) -> float:
@@ -336,9 +357,9 @@ def terabytes(text: str) -> float:
 
 
 def teraflops(text: str) -> float:
-    """TFLOP/s that a GPU can have, for argparse."""
-    if not 0 < (number := float(text)) < 1e6:
-        raise argparse.ArgumentTypeError(f"expected TFLOP/s, below 1e6, got {text}")
+    """TFLOP/s that a GPU can have, for argparse: no GFLOP/s."""
+    if not 0 < (number := float(text)) < 1e4:
+        raise argparse.ArgumentTypeError(f"expected TFLOP/s, below 10000, got {text}")
     return number
 
 

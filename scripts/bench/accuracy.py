@@ -140,7 +140,9 @@ def measure(dtype, n: int, device) -> dict:
 
 def main():
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument(
         "--rows", type=int, help="per vocabulary and distribution; default 12, on a GPU 64"

@@ -109,7 +109,9 @@ def run_all(arguments) -> list[dict]:
 
 def main():
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     for name, default in (
         ("seeds", 6), ("repeats", 2), ("steps", 1000), ("layers", 6), ("hidden", 768),

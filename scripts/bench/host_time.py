@@ -81,7 +81,9 @@ def host_times(
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--vocab", type=int, default=1024)

@@ -205,7 +205,9 @@ def measured(problem: Problem, args) -> list[dict]:
 
 def main(argv=None):
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192])
     parser.add_argument("--hidden", type=int, nargs="+", default=[4096])

@@ -50,7 +50,9 @@ def memory_in_logits(row):
 
 def main():
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("json", nargs="+", help="files of bench.py --json")
     parser.add_argument("--tokens", type=int, default=8192)

@@ -212,7 +212,9 @@ def draw(part, rows, task, shape):
 
 def main():
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("json", nargs="+", help="files of bench.py --json")
     parser.add_argument("--part", choices=("tasks", "scaling"), default="tasks")

@@ -57,7 +57,9 @@ def draw(axis, entropy, rows, floor):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("json", type=Path, help="file of bench_linear.py --states --json")
     parser.add_argument("--out", default="linear_errors.png")

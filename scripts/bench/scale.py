@@ -100,7 +100,9 @@ def table(tokens: int, slow: Link) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--slow-link", type=float, nargs=2, metavar=("RATE", "STEP"), default=SLOW)

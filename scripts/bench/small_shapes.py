@@ -191,7 +191,9 @@ def main(rounds, width=1003, k=6):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--plant", choices=("memcheck", "racecheck", "initcheck"))
     parser.add_argument(

@@ -32,7 +32,7 @@ def parser_of(
 ) -> argparse.ArgumentParser:
     """The options that benchmarks share."""
     parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--tokens", type=int, nargs="+", default=tokens)
     parser.add_argument("--vocab", type=int, nargs="+", default=[vocab], help="global vocabulary")

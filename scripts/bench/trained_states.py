@@ -23,7 +23,9 @@ EVERY = 10  # steps between looks at the entropy
 
 def main(argv=None):
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     for name, default in (
         ("hidden", 2048), ("ids", 32064), ("tokens", 8192), ("layers", 4), ("megabytes", 1),

@@ -6,10 +6,15 @@
 # megatron and torchtitan need their hosts (scripts/hosts.txt has the versions), which may be on PYTHONPATH.
 # LIMIT is the seconds of a part.
 set -uo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+source "$(dirname "${BASH_SOURCE[0]}")/../arguments.sh"
 out=${1:?four_and_eight: where to? bash scripts/check/four_and_eight.sh OUT [PART...]}
+out=$(from_here "$out")
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 shift
-[ $# -gt 0 ] || set -- one_read cross_entropy tests linear tasks narrow megatron megatron_dp torchtitan soak
+parts="one_read cross_entropy tests linear tasks narrow megatron megatron_dp torchtitan soak"
+expect_among "$parts" "$@"
+# shellcheck disable=SC2086  # one word per part
+[ $# -gt 0 ] || set -- $parts
 mkdir -p "$out"
 python=${PYTHON:-python3}
 if [ -x .venv/bin/python ]; then python=.venv/bin/python; fi
@@ -63,7 +68,6 @@ part() {
             --heads torchtitan tp_headloss --parts curve $(sized "--steps 30" --tiny) ;;
         soak) "$python" -m pytest -q "$test::test_random_steps_agree_with_two_launches[$ranks]"
             "$python" scripts/check/soak.py --ranks "$ranks" $(sized "--examples 10000 --hours 0.08" "--examples 20 --round 10") ;;
-        *) echo "four_and_eight: no part $1" >&2; return 2 ;;
     esac
 }
 

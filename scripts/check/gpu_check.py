@@ -1,7 +1,8 @@
 """The whole test suite on the GPUs of this machine, what every kernel takes, and compute-sanitizer:
 one report.
 
-bash scripts/check/gpu_check.sh --report docs/gpu_check.md
+bash scripts/check/gpu_check.sh                               # the report is runs/gpu_check.md
+bash scripts/check/gpu_check.sh --report docs/gpu_check.md    # the page of the documentation anew
 
 Test files run several at a time (`--jobs`), each in a process of its own, with as many ranks as
 there are GPUs, of which each file has another one as its first: bits at every group size from saved
@@ -201,7 +202,7 @@ def facts() -> dict[str, str]:
     }
 
 
-def report(steps: list[Step], options: str) -> str:
+def report(steps: list[Step], options: str, seconds: float) -> str:
     cases = [case for step in steps for case in step.cases]
     lines = [
         "# All that only GPUs can show",
@@ -231,7 +232,8 @@ def report(steps: list[Step], options: str) -> str:
     good = [step for step in steps if step.passed]
     longest = sorted(good, key=lambda step: -step.seconds)[:5]
     told = (
-        f"{len(good)} of {len(steps)} passed. Those that took longest, and those that did not pass:"
+        f"{len(good)} of {len(steps)} passed, in {seconds:.0f} seconds in all. Those that took "
+        "longest, and those that did not pass:"
     )
     lines += ["", "## Steps", "", told, "", "| step | | seconds |", "|---|---|---|"]
     shown = longest + [step for step in steps if not step.passed]
@@ -263,11 +265,18 @@ def report(steps: list[Step], options: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main():
+def parser_of_options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    parser.add_argument("--report", type=Path, default=ROOT / "docs/gpu_check.md")
+    parser.add_argument(
+        "--report",
+        type=Path,
+        default=Path("runs/gpu_check.md"),
+        help="the file to write, from the current folder (default: %(default)s)",
+    )
     parser.add_argument("--jobs", type=int, default=6, help="files at a time")
     parser.add_argument(
         "--limit", type=int, default=540, help="seconds for each step, which is then killed"
@@ -280,6 +289,12 @@ def main():
         action="store_true",
         help="print a hash of the package's *.py, *.cu and *.cuh, which names the source of a report",
     )
+    return parser
+
+
+def main():
+    begin = time.monotonic()
+    parser = parser_of_options()
     args = parser.parse_args()
     if args.sources:
         print(hash_of_sources())
@@ -324,8 +339,9 @@ def main():
         finally:
             steps += [Step(name, None, 0.0, "cut off") for name in left.values()]
             args.report.parent.mkdir(parents=True, exist_ok=True)
-            args.report.write_text(report(steps, options))
-            print(f"{len(steps)} steps, report in {args.report}", flush=True)
+            seconds = time.monotonic() - begin
+            args.report.write_text(report(steps, options, seconds))
+            print(f"{len(steps)} steps, {seconds:.0f} s, report in {args.report}", flush=True)
     sys.exit(any(step.passed is False for step in steps))
 
 

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# All that only GPUs can show, in one report:   bash scripts/check/gpu_check.sh [--report docs/gpu_check.md] [--jobs 6]
+# All that only GPUs can show, in one report:   bash scripts/check/gpu_check.sh [--report runs/gpu_check.md] [--jobs 6]
+# The report is in the current folder; --report docs/gpu_check.md writes the page of the documentation anew.
 # With the project's environment where there is one (scripts/setup.sh test train), else with $PYTHON (default python3).
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 python=${PYTHON:-python3}
-if [ -x .venv/bin/python ]; then python=.venv/bin/python; fi
+if [ -x "$root/.venv/bin/python" ]; then python=$root/.venv/bin/python; fi
 export TP_HEADLOSS_FULL=1
-exec "$python" scripts/check/gpu_check.py "$@"
+exec "$python" "$root/scripts/check/gpu_check.py" "$@"

@@ -342,7 +342,9 @@ def chosen(bugs: list[Bug], only: list[str] | None) -> list[Bug]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--only", nargs="+", metavar="NUMBER or WORD")
     parser.add_argument(

@@ -1121,6 +1121,21 @@ GROUPS = {
     ],
     "test_plan": [
         ("plan.py", "ways", "from_hidden and head.tp > 1", "False"),
+        ("plan.py", "run", "not from_hidden", "False"),
+        ("plan.py", "run", "'TORCHELASTIC_RUN_ID' in os.environ", "True"),
+        ("plan.py", "run", "os.environ.get('RANK') != '0'", "False"),
+        ("plan.py", "teraflops", "1e4", "1e6"),
+        ("plan.py", "add_command", "allow_abbrev=False", "allow_abbrev=True"),
+    ],
+    "test_report": [
+        ("__main__.py", "different_versions", "len(ranks_with) > 1", "False"),
+        ("__main__.py", "report", "gather_objects(versions(), group)", "[versions()]"),
+        ("__main__.py", "environment", "Path(__file__).parent", "Path.cwd()"),
+        ("__main__.py", "job", "ranks == 1", "False"),
+        ("__main__.py", "job", "not host", "False"),
+        ("__main__.py", "number_of", "text.isdecimal()", "True"),
+        ("__main__.py", "number_of", "least <= int(text) <= most", "True"),
+        ("__main__.py", "join", "given.local_rank == 0", "False"),
     ],
     "test_main_grad": [
         ("call/compile.py", "uncompiled_where_needed", 'name in ("main_grad", "mode", "gradients")', 'name == "mode"'),

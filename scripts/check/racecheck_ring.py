@@ -53,7 +53,9 @@ extern "C" __global__ void ring(int arrivals, int laps, int* out) {
 
 def main():
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("lanes", choices=("one", "all"), help="which arrive")
     arrivals, laps = {"one": 1, "all": 32}[parser.parse_args().lanes], 8

@@ -100,7 +100,9 @@ def run(tree: Path, cases: dict[str, str], jobs: int) -> dict[str, str]:
 
 def main():
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument(
         "revision", help="what to compare this tree with, or a folder that holds such a tree"

@@ -47,7 +47,9 @@ def resources(group, device):
 
 def main():
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--examples", type=int, default=None)
     parser.add_argument("--hours", type=float, default=None)

@@ -6,11 +6,15 @@
 # the package's own; Triton is that of scripts/constraints.txt, whose interpreter the tests know, and GPUs run the one that
 # torch brings. "newest" has the newest Triton, and with TORCH=2.13.0 that torch beside all else.
 set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/../arguments.sh"
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 versions=()
 while [ $# -gt 0 ]; do
     [ "$1" != -- ] || { shift; break; }
-    versions+=("$1")
+    case $1 in
+        newest | [0-9]*.[0-9]*) versions+=("$1") ;;
+        *) echo "versions: expected a version of torch such as 2.11.0, or newest; got $1" >&2; exit 2 ;;
+    esac
     shift
 done
 [ ${#versions[@]} -gt 0 ] || { echo "versions: which ones? bash scripts/check/versions.sh 2.11.0 2.15.0, or newest" >&2; exit 2; }

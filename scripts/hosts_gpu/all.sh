@@ -5,8 +5,10 @@
 #   ONLY="transformers megatron" bash scripts/hosts_gpu/all.sh FOLDER    # these alone
 #   LIMIT=300 OPTIONS=--tiny bash scripts/hosts_gpu/all.sh FOLDER        # on CPUs
 set -u
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+source "$(dirname "${BASH_SOURCE[0]}")/../arguments.sh"
 out=${1:?where the results go: bash scripts/hosts_gpu/all.sh FOLDER}
+out=$(from_here "$out")
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 end=$((SECONDS + ${LIMIT:-540}))
 mkdir -p "$out"
 rm -f "$out"/*.failed

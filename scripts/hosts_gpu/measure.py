@@ -118,9 +118,7 @@ class Run:
     def __init__(self, args: argparse.Namespace):
         shape = TINY if args.tiny else Shape()
         self.args, self.shape = args, replace(shape, steps=args.steps or shape.steps)
-        self.ranks = parallel.start(
-            int(os.environ.get("WORLD_SIZE", 1)), "cpu" if args.tiny else "cuda"
-        )
+        self.ranks = parallel.start(None, "cpu" if args.tiny else "cuda")
         self.device, self.cuda = self.ranks.device, self.ranks.device.type == "cuda"
         self.dtype = torch.bfloat16 if self.cuda else torch.float32
         # one limit on all ranks, or one would run out of memory while the others wait for it
@@ -223,7 +221,7 @@ def main(
     """package: of the host, for its version. heads: name -> function that builds the model; the
     host's own is first. check: function of a Run, for what else is recorded of the host. ways:
     other ways to train that --ways can name."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument(
         "--json", required=True, help="where the results go, after each part of the run"
     )

@@ -128,7 +128,9 @@ def draw(records: dict[str, dict], out: str) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("json", nargs="+")
     parser.add_argument("--out", default="hosts_gpu.png")

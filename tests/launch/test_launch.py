@@ -111,11 +111,25 @@ def test_numbers_that_do_not_fit_together_are_refused(
 
 def test_a_job_with_fewer_gpus_than_processes_ends_on_every_rank(launch, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    of_all = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "-", "MASTER_PORT": "1"}
     for rank in "01":
-        for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": rank}.items():
+        for name, value in {**of_all, "RANK": rank, "LOCAL_RANK": rank}.items():
             monkeypatch.setenv(name, value)
         with pytest.raises(SystemExit, match=r"one GPU per process: 2 process\(es\), 1 GPU\(s\)"):
             launch("parallel").start(2, "cuda")
+
+
+def test_a_program_of_several_ranks_says_how_to_start_it():
+    said = run_script("launch/megatron_pretrain.py", code=1)
+    assert "got no WORLD_SIZE, RANK, LOCAL_RANK" in said
+    program = ROOT / "launch" / "megatron_pretrain.py"
+    assert f"torchrun --standalone --nproc-per-node 2 {program} .." in said
+
+
+def test_a_job_that_torchrun_did_not_start_says_how_to_start_it(launch, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit, match=r"got no RANK, LOCAL_RANK, .* torchrun --standalone"):
+        launch("parallel").start(1, "cpu")
 
 
 def test_a_corpus_is_read_from_regular_files_and_no_further_than_needed(launch, tmp_path):
@@ -383,9 +397,11 @@ def test_an_older_run_is_refused_on_every_rank(tmp_path, program, existing):
 def test_the_quickstart_can_be_run_again_and_resumed(tmp_path):
     """Its commands, with programs that only record how they are called."""
     (tmp_path / "launch").mkdir()
-    shutil.copy(ROOT / "launch/quickstart.sh", tmp_path / "launch")
+    (tmp_path / "scripts").mkdir()
+    for name in ("launch/quickstart.sh", "scripts/arguments.sh"):
+        shutil.copy(ROOT / name, tmp_path / name)
     for name in ("scripts/setup.sh", ".venv/bin/python"):
-        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text('#!/usr/bin/env bash\necho "$*" >>calls\necho 0\n')
         (tmp_path / name).chmod(0o755)
     for options in ([], ["--steps", "5", "--resume"]):

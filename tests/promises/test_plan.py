@@ -308,6 +308,8 @@ def run_here(monkeypatch, capsys):
 
 def test_the_command_prints_the_table_and_what_it_assumes(run_here):
     sizes = (
+        "--from",
+        "hidden",
         "--hidden",
         "4096",
         "--vocab",
@@ -319,7 +321,7 @@ def test_the_command_prints_the_table_and_what_it_assumes(run_here):
         "--dtype",
         "bf16",
     )
-    code, assumed, error = run("plan", *sizes, "--from", "hidden")
+    code, assumed, error = run("plan", *sizes)
     assert code == 0, error
     assert "1002 MiB of logits a rank" in assumed and "'s, assumed; --tflops" in assumed
     code, given, error = run_here("plan", *sizes, "--bandwidth", "4.8", "--tflops", "7")
@@ -329,6 +331,9 @@ def test_the_command_prints_the_table_and_what_it_assumes(run_here):
         assert f"{way.memory / MIB:8.0f}" in assumed and way.call in assumed
 
 
+SIZES = "--tokens", "8", "--vocab", "8"
+
+
 @pytest.mark.parametrize("arguments, code, says", [
     (("--help",), 0, "python -m tp_headloss plan"),
     (("plan", "--help"), 0, "--bandwidth"),
@@ -336,11 +341,24 @@ def test_the_command_prints_the_table_and_what_it_assumes(run_here):
     (("pan",), 2, "invalid choice: 'pan'"),
     (("plan", "--tokens", "8"), 2, "required: --vocab"),
     (("plan", "--tokens", "0", "--vocab", "8"), 2, "invalid positive value: '0'"),
+    (("plan", "--tok", "8", "--vocab", "8"), 2, "required: --tokens"),
+    (("--vers",), 2, "unrecognized arguments: --vers"),
+    (("plan", *SIZES, "--hidden", "8"), 2, "argument --hidden: needs --from hidden, got --from logits"),
+    (("plan", *SIZES, "--tflops", "8"), 2, "argument --tflops: needs --from hidden, got --from logits"),
 ])  # fmt: skip
 def test_the_command_answers_every_option(run_here, arguments, code, says):
     """What a process of its own would answer, see the test above, and with its exit code."""
     found, *said = run_here(*arguments)
     assert found == code and says in "".join(said), said
+
+
+def test_ranks_of_torchrun_print_one_table(run_here, monkeypatch):
+    monkeypatch.setenv("RANK", "1")  # of an older job, as long as torchrun is not there
+    assert "what to write" in run_here("plan", *SIZES)[1]
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert run_here("plan", *SIZES) == (0, "", "")
+    monkeypatch.setenv("RANK", "0")
+    assert "what to write" in run_here("plan", *SIZES)[1]
 
 
 def test_the_exit_code_of_the_command_is_that_of_its_process():
@@ -355,6 +373,8 @@ def test_speeds_that_no_gpu_has_are_refused(unit, speed):
         unit(speed)
     with pytest.raises(argparse.ArgumentTypeError, match="expected TB/s"):
         plan.terabytes("3350")  # GB/s
+    with pytest.raises(argparse.ArgumentTypeError, match="expected TFLOP/s"):
+        plan.teraflops("19500")  # GFLOP/s
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

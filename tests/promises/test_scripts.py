@@ -1,0 +1,112 @@
+"""Command lines of scripts: --help makes nothing, and what is written wrongly is refused before
+anything is made."""
+
+import ast
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# gpu_check.sh hands --help to its Python
+SHELL = [
+    str(path.relative_to(ROOT))
+    for folder in ("scripts", "launch")
+    for path in sorted((ROOT / folder).rglob("*.sh"))
+    if path.read_text().startswith("#!") and path.name != "gpu_check.sh"
+]
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A copy of what the shell scripts read, with no environment."""
+    copy = tmp_path / "checkout"
+    left_out = shutil.ignore_patterns("__pycache__")
+    for name in ("scripts", "launch", "tp_headloss"):
+        shutil.copytree(ROOT / name, copy / name, ignore=left_out)
+    for name in ("setup.cfg", "LICENSE", "NOTICE"):
+        shutil.copy(ROOT / name, copy)
+    return copy
+
+
+def run(checkout, script, *arguments):
+    """-> the finished process, which began in another folder, and the files that are new."""
+    before = set(checkout.parent.rglob("*"))
+    here = checkout.parent / "here"
+    here.mkdir()
+    command = ["bash", str(checkout / script), *arguments]
+    environment = {**os.environ, "PYTHON": sys.executable, "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=here, env=environment)
+    new = set(checkout.parent.rglob("*")) - before - {here}
+    return done, {str(path.relative_to(checkout.parent)) for path in new}
+
+
+@pytest.mark.parametrize("option", ["--help", "-h"])
+@pytest.mark.parametrize("script", SHELL)
+def test_help_is_the_head_of_the_script_and_makes_nothing(checkout, script, option):
+    done, new = run(checkout, script, option)
+    assert (done.returncode, done.stderr, new) == (0, "", set())
+    head = []
+    for line in (ROOT / script).read_text().splitlines()[1:]:
+        if not line.startswith("#"):
+            break
+        head.append(line[2:])
+    assert head and done.stdout.splitlines() == head
+
+
+@pytest.mark.parametrize("script, arguments, says", [
+    ("scripts/setup.sh", ["test", "foo"], "setup: there is no foo; expected names of these: all "),
+    ("scripts/hosts.sh", ["foo-1.0"], "hosts: there is no foo-1.0; expected names of these: megatron-"),
+    ("scripts/check/versions.sh", ["2.13.0", "foo"], "versions: expected a version of torch such as"),
+    ("scripts/check/four_and_eight.sh", ["OUT", "foo"], "four_and_eight: there is no foo; expected"),
+    ("scripts/hub.sh", [], "hub: where to?"),
+])  # fmt: skip
+def test_an_unknown_name_is_refused_before_anything_is_made(checkout, script, arguments, says):
+    done, new = run(checkout, script, *arguments)
+    assert (done.returncode, done.stdout, new) == (2, "", set())
+    assert done.stderr.startswith(says)
+
+
+def test_a_folder_of_results_is_in_the_callers_folder(checkout):
+    done, new = run(checkout, "scripts/hub.sh", "kernels/mine")
+    assert done.returncode == 0, done.stderr
+    assert "here/kernels/mine/build/torch-cpu/metadata.json" in new
+    assert all(name.startswith("here/kernels") for name in new)
+
+
+def test_no_parser_takes_a_part_of_an_option():
+    """An abbreviation may mean another option in the next version."""
+    found = 0
+    for folder in ("tp_headloss", "launch", "scripts", "examples", "tests"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if not isinstance(node, ast.Call):
+                    continue
+                if ast.unparse(node.func).split(".")[-1] in ("ArgumentParser", "add_parser"):
+                    given = {word.arg: ast.unparse(word.value) for word in node.keywords}
+                    assert given.get("allow_abbrev") == "False", f"{path}:{node.lineno}"
+                    found += 1
+    assert found > 20
+
+
+@pytest.fixture
+def gpu_check():
+    spec = importlib.util.spec_from_file_location("gpu_check", ROOT / "scripts/check/gpu_check.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_check_of_gpus_writes_over_no_page_that_it_was_not_asked_for(gpu_check):
+    report = gpu_check.parser_of_options().get_default("report")
+    assert f"{report.parts[0]}/" in (ROOT / ".gitignore").read_text().splitlines()
+
+
+def test_the_report_of_gpus_says_how_long_it_took(gpu_check, monkeypatch):
+    monkeypatch.setattr(gpu_check, "facts", dict)
+    steps = [gpu_check.Step(name, True, 50.0, "") for name in ("test_one", "test_two")]
+    assert "2 of 2 passed, in 61 seconds in all." in gpu_check.report(steps, "--jobs 2", 61.2)
