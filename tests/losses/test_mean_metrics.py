@@ -207,7 +207,7 @@ def test_what_is_no_output_and_what_has_no_tokens():
     assert found["accuracy"].isnan() and found["max_lse"] == -torch.inf
     with pytest.raises(TypeError, match=r"outputs must be `HeadLossOutput`, or .*, got dict"):
         hl.mean_metrics(out.metrics)
-    with pytest.raises(TypeError, match=r"got \['dict'\]"):
+    with pytest.raises(TypeError, match=r"got \[dict\]"):
         hl.mean_metrics([out.metrics])
     with pytest.raises(ValueError, match="at least one"):
         hl.mean_metrics([])
