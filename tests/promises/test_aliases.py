@@ -180,6 +180,9 @@ def test_a_class_of_another_copy_is_named_where_one_of_several_is_taken():
         said = f"of copy_of_it.part in the place of that of {kind.__module__}: two copies"
         with pytest.raises(TypeError, match=re.escape(said)):
             line.check(name, [other] if is_list else other, {})
+    out = HeadLoss()(LOGITS, LABELS)
+    with pytest.raises(TypeError, match=r"got \[HeadLossOutput, int\]$"):  # of this copy
+        tp_headloss.mean_metrics([out, 1])
 
 
 def test_a_type_checker_takes_the_synonyms_that_a_call_takes():
@@ -389,6 +392,10 @@ MESSAGES = {
     "a mesh's dimension as a group": (
         lambda: VocabShard.from_group("tp", 100),
         "got 'tp': of a mesh's dimension, mesh.get_group('tp')",
+    ),
+    "a group as a mesh": (
+        lambda: VocabShard.from_mesh(torch.distributed.ProcessGroup(0, 1), 100),
+        "DeviceMesh, got ProcessGroup: use VocabShard.from_group",
     ),
     "several ids as labels": (
         lambda: log_probs(LOGITS, LABELS[..., None].expand(2, 5, 3)),

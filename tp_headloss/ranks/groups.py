@@ -59,8 +59,9 @@ def fate_of(group) -> str:
     return "was destroyed"
 
 
-def gone(whose: str, name: str, fate: str = "was destroyed") -> str:
-    return f"{whose} {name!r} {fate}: make a VocabShard of a group that exists"
+def gone(whose: str, name: str, group=None) -> str:
+    """Return the error about a shard whose group, if it is known, is not live."""
+    return f"{whose} {name!r} {fate_of(group)}: make a VocabShard of a group that exists"
 
 
 def live_group(name: str, world_size: int) -> dist.ProcessGroup:
@@ -74,7 +75,7 @@ def live_group(name: str, world_size: int) -> dist.ProcessGroup:
     except (LookupError, RuntimeError, ValueError) as error:
         raise ValueError(gone("the shard's process group", name)) from error
     if group in _of_parent:
-        raise ValueError(gone("the shard's process group", name, fate_of(group)))
+        raise ValueError(gone("the shard's process group", name, group))
     if group.size() != world_size:
         was = f"the shard's process group, of {world_size} ranks, now of {group.size()},"
         raise ValueError(gone(was, name))

@@ -22,7 +22,6 @@ from .compiler import constant_for_compile
 from .groups import (
     Group,
     expect_group,
-    fate_of,
     gone,
     is_live_group,
     remember,
@@ -202,8 +201,7 @@ class VocabShard:
         if self.world_size == 1 or torch.compiler.is_compiling():
             return
         if not is_live_group(self.group, self.group_name):
-            fate = fate_of(self.group)
-            raise ValueError(gone("the shard's process group", self.group_name, fate))
+            raise ValueError(gone("the shard's process group", self.group_name, self.group))
 
     def expect_width(self, name: str, size: int, each: str, other_size: int | None = None):
         """Raise ValueError, with a likely reason, unless there is a column, or row, for each id.

@@ -5,7 +5,7 @@ argument is, too.
 """
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from .alias_table import HOSTS
@@ -93,29 +93,42 @@ def refuse_keywords(function, unknown: Iterable[str], takes_others: bool):
         takes_others: the function hands keywords on, so that only those with known words are wrong.
     """
     name = function.__qualname__
-    result = getattr(function, "__annotations__", {}).get("return")
     for keyword in sorted(unknown, key=lambda x: (x not in HOSTS, x)):
-        found = [x.ours for x in ALIASES if x.name == keyword and name in x.of.split(", ")]
-        if {name, result} & OF_CALLS:
-            for place, text in PLACES.items():
-                if keyword in KEYWORDS.get(place, ()):
-                    found.append(text.format(keyword))
-        for parameter, record in RECORDS.items():
-            if keyword not in KEYWORDS.get(record, ()):
-                continue
-            written = f"{parameter}={record}({keyword}=..)"
-            if parameter in KEYWORDS[name]:
-                found.append(written)
-            elif name in PLACES:
-                places = [text for place, text in PLACES.items() if parameter in KEYWORDS[place]]
-                found += [text.replace("{}=..", written) for text in places]
-        if name in INSTALLATIONS:
-            others = [other for other in INSTALLATIONS if keyword in KEYWORDS.get(other, ())]
-            found += [f"{other}(model, {keyword}=..)" for other in others]
-        if found or not takes_others:
-            said = f": write {found[0]}" if found else hint(keyword, KEYWORDS[name], "keyword")
-            said = said or _what_there_is(function)
-            raise TypeError(f"{name}() got an unexpected keyword argument {keyword!r}{said}")
+        write = next(_where_it_belongs(function, keyword), None)
+        if write is None and takes_others:
+            continue
+        said = f": write {write}" if write else hint(keyword, KEYWORDS[name], "keyword")
+        said = said or _what_there_is(function)
+        raise TypeError(f"{name}() got an unexpected keyword argument {keyword!r}{said}")
+
+
+def _where_it_belongs(function, keyword: str) -> Iterator[str]:
+    """Yield what to write for a keyword that a function does not take, the likeliest first."""
+    name = function.__qualname__
+    result = getattr(function, "__annotations__", {}).get("return")
+    yield from (x.ours for x in ALIASES if x.name == keyword and name in x.of.split(", "))
+    if {name, result} & OF_CALLS:
+        for place, text in PLACES.items():
+            if keyword in KEYWORDS.get(place, ()):
+                yield text.format(keyword)
+    for parameter, record in RECORDS.items():
+        if keyword in KEYWORDS.get(record, ()):
+            yield from _in_a_record(name, f"{parameter}={record}({keyword}=..)", parameter)
+    if name in INSTALLATIONS:
+        for other in INSTALLATIONS:
+            if keyword in KEYWORDS.get(other, ()):
+                yield f"{other}(model, {keyword}=..)"
+
+
+def _in_a_record(name: str, written: str, parameter: str) -> Iterator[str]:
+    """Yield where a record is written that has the keyword: in this call, or in another part of
+    it."""
+    if parameter in KEYWORDS[name]:
+        yield written
+    elif name in PLACES:
+        for place, text in PLACES.items():
+            if parameter in KEYWORDS[place]:
+                yield text.replace("{}=..", written)
 
 
 def _what_there_is(function) -> str:

@@ -81,7 +81,7 @@ class Found(NamedTuple):
 
 
 class Way:
-    """The same launches for any statistics and any loss, also in plain PyTorch and as operators of
+    """Launches that serve any statistics and any loss, also in plain PyTorch and as operators of
     torch.compile.
 
     Other ways differ from this one. inplace: gradients are written over the logits.
