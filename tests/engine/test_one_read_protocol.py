@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from one_read_model import Rank, run
-from one_read_problem import N, moved
+from one_read_problem import N, entries_beside, moved
 from one_read_ring import Ring
 
 import tp_headloss as hl
@@ -177,6 +177,17 @@ def test_a_kernel_is_compiled_with_what_its_loss_needs(case, dtype, device):
         wide = {"teacher": hl.Teacher(logits.detach().float())}
         given = given._replace(teacher=wide["teacher"])
         expect_flags(head, given, inputs | wide, dtype, [*expected, "TEACHER_FLOAT32"])
+
+
+@pytest.mark.parametrize("n_entries, listed", [(1, 1), (32, 1), (33, 2), (128, 4)])
+def test_a_kernel_is_compiled_for_the_length_of_a_top_k_teachers_lists(n_entries, listed, device):
+    head = hl.HeadLoss(hl.TopKDistillation(), options=hl.Options(backend="triton"))
+    logits = torch.zeros(N, 128, dtype=torch.bfloat16, device=device, requires_grad=True)
+    labels = torch.zeros(N, dtype=torch.int64, device=device)
+    teacher = hl.TopKTeacher(*entries_beside(logits.detach(), n_entries))
+    given = head._given(logits, labels, None, None)._replace(teacher=teacher)
+    expected = ["TOPK_FORWARD_KL", f"LISTED={listed}"]
+    expect_flags(head, given, {"teacher": teacher}, torch.bfloat16, expected)
 
 
 def expect_flags(head, given, inputs, dtype, expected):

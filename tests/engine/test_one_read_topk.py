@@ -75,7 +75,7 @@ def noise_of(logits):
 # each compiles kernels of both ways again
 MANY = "vocabulary", "tail", "all", "a softcap"
 SHAPES = [(case, 704, 5) for case in TAUGHT]
-SHAPES += [(case, width, k) for case in MANY for width, k in ((8, 3), (1000, 128))]
+SHAPES += [(case, width, k) for case in MANY for width, k in ((8, 3), (1000, 128), (704, 33))]
 SHAPES += [(case, width, 64) for case in ("vocabulary", "all") for width in (32064, 128256)]
 DTYPES = {32064: torch.float32, 1000: torch.float16}
 

@@ -146,7 +146,10 @@ def flags_of(facts: Facts, plan, function, rows: Rows) -> list[str]:
         "SOFTCAP": facts.softcap != 0.0,
         "TEMPERED": is_tempered(facts, rows.has_scales),
     }
-    return [*map(str.upper, facts.want), *[name for name, wanted in more.items() if wanted]]
+    flags = [*map(str.upper, facts.want), *[name for name, wanted in more.items() if wanted]]
+    if rows.n_entries:
+        flags.append(f"LISTED={-(-rows.n_entries // 32)}")
+    return flags
 
 
 class Kind:

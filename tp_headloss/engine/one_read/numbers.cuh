@@ -9,8 +9,8 @@ typedef long long i64;
 
 // What the kernel is compiled with: statistics that a call wants besides lse and log_prob, whether
 // a term of its loss is an entropy, whether its logits are fp16 or fp32 instead of bf16 and have a
-// softcap, whether the student has another temperature beside a teacher, and whether a
-// `row_function` stands before the source.
+// softcap, whether the student has another temperature beside a teacher, LISTED=n for a top-K
+// teacher of at most 32 n entries, and whether a `row_function` stands before the source.
 #ifdef ENTROPY
 constexpr bool WANTS_ENTROPY = true;
 #else
@@ -147,6 +147,12 @@ constexpr int LAST = FIRST_GRAD - FIRST_POST;
 // At most: slots of the ring, ranks, sums over tokens, inputs of a row function, entries of a top-K
 // teacher.
 constexpr int SLOTS = 10, RANKS = 8, VALUES = 6, GIVENS = 8, ENTRIES = 128;
+// Entries that a lane has, of a row's list.
+#ifdef LISTED
+constexpr int LANE_ENTRIES = LISTED;
+#else
+constexpr int LANE_ENTRIES = HAS_ENTRIES ? ENTRIES / 32 : 1;
+#endif
 // Loads that a thread has under way at once.
 constexpr int TOKENS_AT_ONCE = 6, VECTORS_AT_ONCE = 4;
 // 16-byte stores of a packet: the first, one for what else the student has, one of a teacher, one

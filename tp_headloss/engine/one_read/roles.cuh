@@ -162,13 +162,13 @@ DEVICE void load(const Params& q, Program& p) {
 // A top-K teacher's entries in a leaf: make them -inf before the leaf is summed, and what they were
 // after it, because the grad warps and the argmax read them. Lane 0 puts all of them back: it is
 // the one that arrives at stat, and nothing else orders what another lane writes.
-DEVICE void leave_out(const Params& q, const LaneEntries& x, Bits* columns) {
-  each_listed(q, [&](int k) {
+DEVICE void leave_out(const LaneEntries& x, Bits* columns) {
+  each_listed([&](int k) {
     if (x.column[k] != NOT_HERE) columns[x.column[k]] = (Bits)LOWEST<Bits>;
   });
 }
-DEVICE void put_back(const Params& q, const LaneEntries& x, Bits* columns, int lane) {
-  each_listed(q, [&](int k) {
+DEVICE void put_back(const LaneEntries& x, Bits* columns, int lane) {
+  each_listed([&](int k) {
     u32 left = __ballot_sync(~0u, x.column[k] != NOT_HERE);
     for (; left; left &= left - 1) {
       const int lane_of = __ffs(left) - 1;
@@ -205,7 +205,7 @@ DEVICE Node sum_leaf(const Params& q, const Program& p, const Item& item, int le
   if constexpr (HAS_ENTRIES) {
     entries = entries_in(q, item, listed(q, item.row, p.lane), begin, end);
     read_logits(entries, columns);
-    leave_out(q, entries, columns);
+    leave_out(entries, columns);
   }
   if (p.lane == 0 && has_label) {
     p.s.logit[p.slot] = columns[item.target];
@@ -231,7 +231,7 @@ DEVICE Node sum_leaf(const Params& q, const Program& p, const Item& item, int le
     x.tail_max = x.max, x.tail_sum = x.sum;
     x = join(x, node_of_entries(q, entries, scales), scales);
     __syncwarp();  // I4: other lanes have read the leaf
-    put_back(q, entries, columns, p.lane);
+    put_back(entries, columns, p.lane);
   }
   return x;
 }
@@ -575,7 +575,7 @@ DEVICE void tell(const Params& q, Program& p) {
 
 DEVICE void write_entries(const Params& q, const EntryFactors& f, const LaneEntries& x,
                           Bits* columns) {
-  each_listed(q, [&](int k) {
+  each_listed([&](int k) {
     if (x.column[k] == NOT_HERE) return;
     const float gradient = gradient_of_entry(f, logit_of(x.logit[k]), x.log_tau[k], q.before);
     columns[x.column[k]] = bits_of(gradient);

@@ -199,7 +199,6 @@ DEVICE Node leaf(Place at, int begin, int end, int lane, float before, Scales sc
 
 // A lane's entries of a row, every 32nd of its list; and those of them that are in some columns of
 // an item.
-constexpr int LANE_ENTRIES = HAS_ENTRIES ? ENTRIES / 32 : 1;
 struct Listed {
   int id[LANE_ENTRIES];  // or NO_INDEX
   float log_tau[LANE_ENTRIES];
@@ -209,12 +208,10 @@ struct LaneEntries {
   Bits logit[LANE_ENTRIES];
   float log_tau[LANE_ENTRIES];
 };
-// f(k) for each k below LANE_ENTRIES for which the list may have entries.
-template <class F> DEVICE void each_listed(const Params& q, const F& f) {
+// f(k) for each of a lane's entries.
+template <class F> DEVICE void each_listed(const F& f) {
 #pragma unroll
-  for (int k = 0; k < LANE_ENTRIES; k++) {
-    if (k == 0 || 32 * k < q.n_entries) f(k);
-  }
+  for (int k = 0; k < LANE_ENTRIES; k++) f(k);
 }
 
 DEVICE Listed listed(const Params& q, int row, int lane) {
@@ -255,7 +252,7 @@ DEVICE void read_logits(LaneEntries& x, const Bits* columns) {
 DEVICE Node node_of_entries(const Params& q, const LaneEntries& entries, Scales scales) {
   Node x = nothing();
   bool is_any = false;
-  each_listed(q, [&](int k) {
+  each_listed([&](int k) {
     if (entries.column[k] == NOT_HERE) return;
     is_any = true;
     x.max = fmaxf(x.max, value_of(logit_of(entries.logit[k]), q.before));
@@ -266,7 +263,7 @@ DEVICE Node node_of_entries(const Params& q, const LaneEntries& entries, Scales 
   const Logit none = read_logit(-INF, 0.f, by, false);
   LaneSums sums = {};
   float mass = 0.f, cross = 0.f;
-  each_listed(q, [&](int k) {
+  each_listed([&](int k) {
     if (entries.column[k] == NOT_HERE) return;
     const Logit one = read_logit(logit_of(entries.logit[k]), 0.f, by, false);
     const float log_tau = entries.log_tau[k], tau = expf(log_tau);
