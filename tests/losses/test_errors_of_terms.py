@@ -30,6 +30,37 @@ def test_a_value_of_statistics_is_no_metric_reads_no_inputs_and_is_wrapped():
         hl.HeadLoss(metrics=[entropy])
 
 
+@pytest.mark.parametrize(
+    "added",
+    [
+        lambda a, b: 0.5 * a,
+        lambda a, b: a * 0.5,
+        lambda a, b: a / 2,
+        lambda a, b: a + b,
+        lambda a, b: a - b,
+        lambda a, b: 1 - a,
+        lambda a, b: -a,
+        lambda a, b: sum([a, b]),
+    ],
+)
+def test_terms_are_a_list_and_have_their_weights_themselves(added):
+    with pytest.raises(TypeError, match=r"HeadLoss\(\[CrossEntropy\(0\.5\), ZLoss\(1e-4\)\]\)"):
+        added(hl.CrossEntropy(), hl.ZLoss(1e-4))
+
+
+@pytest.mark.parametrize(
+    "made, write",
+    [
+        (lambda: hl.HeadLoss([(0.5, hl.CrossEntropy())]), "a term has its weight itself"),
+        (lambda: hl.HeadLoss([hl.AcceptanceRate()]), "a metric is one of metrics= of HeadLoss"),
+        (lambda: hl.HeadLoss(metrics=[hl.ZLoss(1e-4)]), "a term stands in the list of a HeadLoss"),
+    ],
+)
+def test_parts_in_the_wrong_place_are_told_theirs(made, write):
+    with pytest.raises(TypeError, match=write):
+        made()
+
+
 def test_a_token_weight_wants_its_statistic_by_itself():
     weighed = hl.Term("a", lambda stats: -stats.log_prob, token_weight=hl.StatisticValue("entropy"))
     assert hl.HeadLoss(weighed).want == ("entropy",)

@@ -1,6 +1,7 @@
 """Errors about teachers name the teacher, and say what to write."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -41,8 +42,132 @@ def test_terms_of_one_name_are_told_that_they_take_a_name():
 
 
 def test_a_tail_in_the_place_of_the_mask_is_told_its_name():
-    with pytest.raises(TypeError, match=r"teacher.mask must be bool.* meant as tail_log_prob="):
+    with pytest.raises(TypeError, match=r"teacher.mask must be bool.* a tail as tail_log_prob="):
         hl.TopKTeacher(LABELS[:, None], LOGITS[:, :1], LOGITS[:, 0])
+
+
+TOP = hl.topk_log_probs(LOGITS, 2)
+ROWS = torch.randn(V, 3)
+HIDDEN = torch.randn(N, 3)
+
+
+def distilled(teacher, *terms, **given):
+    head = hl.HeadLoss(list(terms) or [hl.Distillation()])
+    return head(LOGITS, LABELS, inputs={"teacher": teacher}, **given)
+
+
+def from_hidden(teacher):
+    head = hl.HeadLoss([hl.Distillation()])
+    return head.linear(HIDDEN, ROWS, LABELS, inputs={"teacher": teacher})
+
+
+MISPLACED = {
+    "a term": (lambda: hl.HeadLoss([hl.Teacher(LOGITS)]), "inputs={'teacher': ..}"),
+    "a weight": (lambda: hl.Distillation(hl.Teacher(LOGITS)), "inputs={'teacher': ..}"),
+    "to export": (
+        lambda: hl.topk_log_probs(hl.Teacher(LOGITS, 2.0), 2),
+        "its .logits, with transform=Transform(temperature=..)",
+    ),
+    "in a teacher": (lambda: hl.Teacher(hl.TeacherHead(HIDDEN, ROWS)), "inputs={'teacher': ..}"),
+    "hidden states": (lambda: hl.Teacher(HIDDEN, ROWS), "TeacherHead(hidden, weight)"),
+    "swapped": (lambda: from_hidden(hl.TeacherHead(ROWS, HIDDEN)), "TeacherHead(hidden, weight)"),
+    "a temperature": (lambda: hl.TeacherHead(HIDDEN, ROWS, 2.0), "temperature= of"),
+    "an export": (lambda: hl.TopKTeacher(TOP), "TopKTeacher(top.ids, top.log_probs)"),
+    "its fields": (lambda: hl.TopKTeacher(*TOP), "TopKTeacher(top.ids, top.log_probs)"),
+    "of the call": (
+        lambda: distilled(hl.Teacher(LOGITS), temperature=2.0),
+        "Teacher(.., temperature=..)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISPLACED)
+def test_what_is_no_teacher_or_in_the_wrong_place_is_told_what_to_write(case):
+    call, write = MISPLACED[case]
+    with pytest.raises((TypeError, ValueError)) as error:
+        call()
+    assert write in str(error.value)
+
+
+def focal(stats, teacher=None):
+    return stats.forward_kl * stats.log_prob.exp()
+
+
+READS_NONE = {
+    "a divergence": [hl.Distillation()],
+    "its square": [hl.Distillation(temperature_squared=True)],
+    "of two statistics": [hl.Distillation(1.0, "cross_entropy")],
+    "of a draft": [hl.LKLoss()],
+}
+READS_IT = {
+    "a cross-entropy": [hl.Distillation(), hl.CrossEntropy()],
+    "a term of one's own": [hl.Term("own", focal, want=("forward_kl",), inputs=("teacher",))],
+}
+
+
+@pytest.mark.parametrize("temperature", [2.0, torch.ones(N)], ids=["number", "tensor"])
+@pytest.mark.parametrize("case", [*READS_NONE, *READS_IT])
+def test_a_temperature_that_no_term_reads_is_an_error(case, temperature):
+    terms = {**READS_NONE, **READS_IT}[case]
+    given = {"transform": hl.Transform(temperature=temperature)}
+    if case in READS_IT:
+        distilled(hl.Teacher(LOGITS), *terms, **given)
+        return
+    with pytest.raises(ValueError, match=r"read by no term.*Teacher\(\.\., temperature=2\.0\)"):
+        distilled(hl.Teacher(LOGITS), *terms, **given)
+
+
+def test_a_temperature_that_a_metric_reads_is_none():
+    head = hl.HeadLoss([hl.Distillation()], metrics="entropy")
+    head(
+        LOGITS,
+        LABELS,
+        transform=hl.Transform(temperature=2.0),
+        inputs={"teacher": hl.Teacher(LOGITS)},
+    )
+
+
+IDS = 24
+SIZES = 20, 24, 28, 32
+
+
+def as_told(columns, shard):
+    """Columns of a teacher after what the error says; None where it depends on what other ranks
+    have, or on which ids these are."""
+    said = shard.other_columns_hint(len(columns), has_rows=False)
+    if ", if " in said or "Gather" in said:
+        return None
+    assert "Pass its [..., shard.start:shard.stop]" in said
+    return columns[shard.start : shard.stop]
+
+
+def wrong_advice(group, device=None):
+    """Layouts of student and teacher in which the advice gives a teacher of other ids, and does not
+    say on which ids that depends. A column's value is its id."""
+    wrong = []
+    for padded, ids, its_padded in itertools.product(SIZES[1:], SIZES, SIZES):
+        shard = hl.VocabShard.from_group(group, IDS, padded_size=padded)
+        whole = torch.arange(ids).float()
+        its = hl.VocabShard.from_group(group, ids, padded_size=max(ids, its_padded))
+        own = torch.nn.functional.pad(whole, (0, its.padded_size - ids))[its.start : its.stop]
+        right = torch.full((IDS,), -math.inf)
+        right[:ids] = whole[:IDS]
+        right = right[shard.start : shard.start + shard.valid_width]
+        for columns in (whole, own, own[: its.valid_width]):
+            has_ids = (
+                len(columns) <= its.valid_width or ids >= IDS
+            )  # and not padding in their place
+            if len(columns) == shard.width or not has_ids:
+                continue  # nothing is said, or known
+            found = as_told(columns, shard)
+            if found is not None and not torch.equal(found[: len(right)], right[: len(found)]):
+                wrong.append((padded, ids, its_padded, len(columns)))
+    return wrong
+
+
+def test_columns_of_another_number_are_told_what_is_right_whatever_they_are():
+    assert wrong_advice(None) == []
+    assert on_ranks(2, wrong_advice) == [[], []]
 
 
 def test_a_wide_weight_of_a_teacher_is_told_how_to_lay_it_out():

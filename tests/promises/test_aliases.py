@@ -411,7 +411,7 @@ MESSAGES = {
     ),
     "a teacher to search": (
         lambda: topk_log_probs(tp_headloss.Teacher(LOGITS), 2),
-        "logits must be a tensor, got Teacher: pass its .logits",
+        "an export its .logits, with transform=Transform(temperature=..)",
     ),
     "a temperature in a teacher head's transform": (
         lambda: tp_headloss.TeacherHead(LOGITS, LOGITS[0], transform=Transform(temperature=2.0)),

@@ -29,7 +29,8 @@ def test_a_part_without_padding_is_refused_with_the_line_that_pads_it(shape, sha
     line = TensorLine("floating point", shape, sharded=sharded)
     sizes = {"..": ((2, 3), "logits"), "width": (12, "logits"), "H": (5, "hidden")}
     full = [n for symbol in shape for n in ((2, 3) if symbol == ".." else (sizes[symbol][0],))]
-    for width in (9, 0):
+    for width in (9, 1):
+        sizes["shard"] = hl.VocabShard.from_group(None, width, padded_size=12), "logits"
         part = torch.ones(full).narrow(sharded, 0, width)
         with pytest.raises(ValueError, match=rf"got .*{width}.*padding\? Pass F.pad") as error:
             line.check("teacher.logits", part, dict(sizes))

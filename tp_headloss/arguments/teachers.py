@@ -16,13 +16,20 @@ from .options import NO_TRANSFORM, Transform
 LOGITS = TensorLine("floating point", ("..", "width"), sharded=-1)
 ENTRIES = "..", "K"
 IDS = TensorLine("int64 or int32", ENTRIES, hint=": the order is TopKTeacher(ids, log_probs)")
-MASK = TensorLine("bool", ENTRIES, hint=": pass its .bool(), or is it meant as tail_log_prob=?")
+MASK = TensorLine(
+    "bool",
+    ENTRIES,
+    hint=": pass the .bool() of a mask, a tail as tail_log_prob=, and of what topk_log_probs returns "
+    "TopKTeacher(top.ids, top.log_probs)",
+)
 
 
 class _Tempered:
     """Temperatures of a teacher and its student."""
 
     called = "teacher."  # in messages
+    # in errors about a misplaced one
+    remedy = ": a loss takes it as inputs={'teacher': ..} of the call, vocab_statistics as teacher="
     temperature: float | torch.Tensor
     student_temperature: float | torch.Tensor | None
 
@@ -64,10 +71,23 @@ class Teacher(_Tempered):
     """
 
     of_tensor = ": write Teacher(logits)"
+    remedy = (
+        f"{_Tempered.remedy}, and an export its .logits, with transform=Transform(temperature=..) "
+        "if it has a temperature"
+    )
     logits: Annotated[torch.Tensor, LOGITS]
     temperature: TeacherTemperature = 1.0
     student_temperature: TeacherTemperature | None = None
     beta: OpenShare = 0.5
+
+    def __post_init__(self):
+        temperature, logits = self.temperature, self.logits
+        if isinstance(temperature, torch.Tensor) and temperature.dim() >= logits.dim():
+            raise ValueError(
+                f"teacher.temperature must be one per token of logits {list(logits.shape)}, got "
+                f"{list(temperature.shape)}: hidden states and a weight are TeacherHead(hidden, "
+                "weight)"
+            )
 
 
 @checked

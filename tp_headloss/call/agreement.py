@@ -125,7 +125,8 @@ class Agreement:
                 level,
                 "no shard= on a job of %d ranks: logits are taken for the whole vocabulary, which "
                 "is right for data "
-                'parallelism; Options(check=True, validate="full") has the ranks compare',
+                'parallelism; Options(check=True, validate="full") has the ranks compare '
+                "calls that have labels",
                 job_size(),
             )
         labels = facts.get("labels")

@@ -176,7 +176,9 @@ def _validate_call(given: Given) -> str:
         )
     expect_labels_of_tokens(given)
     names = "want", "transform", "teacher", "ids", "sets", "total_weight", "ignore_index"
-    sizes = sizes_of(_tokens_name(given), logits, logits.shape[:-1], width=given.shard.width)
+    sizes = sizes_of(
+        _tokens_name(given), logits, logits.shape[:-1], width=given.shard.width, shard=given.shard
+    )
     given.check(sizes, *names)
     _validate_want(given)
     _validate_transport(given, backend)

@@ -336,11 +336,12 @@ def _expect_all(name: str, given, kinds) -> tuple:
     for part in given:
         if not isinstance(part, kinds):
             said = hint(part, (), "term") if kinds is Term else ""
+            said = said or getattr(type(part), "remedy", "")
             if isinstance(part, StatisticValue):
                 own = f"{part.statistic!r}"
                 said = f": wrap it, Term({own}, {part})" if kinds is Term else f": write {own}"
             # of this package
-            elif callable(part) and getattr(part, "__module__", "").startswith(f"{PACKAGE}."):
+            elif callable(part) and is_own(part):
                 called = getattr(part, "__name__", None)  # None: a module
                 said = (
                     f": call it, {called}(..)"
@@ -359,6 +360,8 @@ def _expect_all(name: str, given, kinds) -> tuple:
                     f": write CrossEntropy(label_smoothing={part}) or ZLoss({part}), whose "
                     "argument it may be"
                 )
+            elif isinstance(part, (tuple, list)):
+                said = ": a term has its weight itself, as CrossEntropy(0.5)" * (kinds is Term)
             elif isinstance(part, dict):
                 said = ": write a list of its values, which have names of their own"
             elif isinstance(part, (set, frozenset)):
@@ -366,6 +369,11 @@ def _expect_all(name: str, given, kinds) -> tuple:
             said = said or two_copies(part, Term if kinds is Term else Metric)
             raise TypeError(f"{name} must be {expected}, got {_readable(part)}{said}")
     return given
+
+
+def is_own(value) -> bool:
+    """Whether a function, class or object is of this package."""
+    return (getattr(value, "__module__", None) or "").startswith(f"{PACKAGE}.")
 
 
 def _weighted_name(term: Term) -> str:

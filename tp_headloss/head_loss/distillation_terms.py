@@ -31,8 +31,9 @@ def Distillation(
         divergence: "forward_kl" = KL(teacher || student); "reverse_kl" = KL(student || teacher),
             inf where the teacher's logits have -inf and the student's do not, as after top-k;
             "cross_entropy" to the teacher's probabilities, which is the forward KL plus a constant;
-            "jsd" with the teacher's beta; "total_variation". The last two take a second, small
-            collective.
+            "jsd" = beta KL(teacher || m) + (1 - beta) KL(student || m), with m = beta teacher + (1 -
+            beta) student and the beta of the `Teacher`; "total_variation". The last two take a
+            second, small collective.
         temperature_squared: multiply value and gradient by T^2, T being the student's temperature.
         name: the term's name, by default the divergence's, or "teacher_cross_entropy".
 

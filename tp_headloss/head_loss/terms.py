@@ -87,6 +87,18 @@ class Term:
     tokenwise: bool = False
     pointwise: bool = False
 
+    remedy = ": a term stands in the list of a HeadLoss"  # in errors about a misplaced one
+
+    def _is_no_number(self, *_):
+        """Raise TypeError: terms are not added up by hand."""
+        raise TypeError(
+            "terms are not added or multiplied: a HeadLoss has a list of them, each with its "
+            "weight, as HeadLoss([CrossEntropy(0.5), ZLoss(1e-4)])"
+        )
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _is_no_number
+    __neg__ = _is_no_number
+
     def __post_init__(self):
         refuse_dtensor("weight", self.weight)
         refuse_dtensor("class_weight", self.class_weight)
@@ -119,6 +131,7 @@ class Metric:
     function: Annotated[Callable[..., dict[str, torch.Tensor]], Callables()]
     want: Want = ()
     inputs: InputNames = ()
+    remedy = ": a metric is one of metrics= of HeadLoss"  # in errors about a misplaced one
 
     def __post_init__(self):
         if isinstance(function := self.function, StatisticValue):

@@ -12,13 +12,19 @@ from ..spec import lines_within, sizes_of
 from ..spec.checks import operand_dtype
 
 
-def expect_teacher_head(head: TeacherHead, hidden, logits):
+def expect_teacher_head(head: TeacherHead, hidden, logits, shard):
     """Raise TypeError or ValueError unless the head fits the student's.
 
     hidden: the student's, for the layout of the tokens; logits: a stand-in for the student's [..,
     width].
     """
-    sizes = sizes_of("the student's", hidden, hidden.shape[:-1], width=logits.shape[-1])
+    if head.hidden.shape[:1] == (shard.width,) != head.weight.shape[:1]:
+        raise ValueError(
+            f"teacher.weight must have the shard's {shard.width} rows, got "
+            f"{list(head.weight.shape)}: the order is TeacherHead(hidden, weight)"
+        )
+    lead = hidden.shape[:-1]
+    sizes = sizes_of("the student's", hidden, lead, width=logits.shape[-1], shard=shard)
     for name, x in (
         ("weight", head.weight),
         ("hidden", head.hidden),

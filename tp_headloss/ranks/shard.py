@@ -230,6 +230,45 @@ class VocabShard:
         bounds = f"{self.width} {each} [{self.start}, {self.stop})"
         raise ValueError(f"{name} must have the shard's {bounds}, got {size} ({why})")
 
+    def other_columns_hint(self, size: int, has_rows: bool, is_vector: bool = False) -> str:
+        """Return what to pass in the place of something that lies beside the shard's columns, and
+        has another number of them: only what is right whatever these are.
+
+        Args:
+            size: the number that it has.
+            has_rows: these are rows, of a matrix or, with is_vector, of a vector.
+        """
+        place = "" if has_rows else "..., "
+        of_padding = self.width - self.valid_width
+        if self.world_size > 1 and size in (self.vocab_size, self.padded_size):
+            return f": of the whole vocabulary? Pass its [{place}shard.start:shard.stop]"
+        if 0 < self.width - size == of_padding:
+            pad = f"0, {of_padding}" if is_vector or not has_rows else f"0, 0, 0, {of_padding}"
+            ids = f"{self.start} to {self.start + self.valid_width - 1}"
+            return f": without the shard's padding? Pass F.pad(.., ({pad})), if its ids are {ids}"
+        if is_vector:
+            return f": one for each of the shard's ids from {self.start} to {self.stop}"
+        if has_rows:
+            return (
+                ": of other bounds or ids? select_rows(rows, ids, shard=its_shard, to=shard) lays "
+                "out those of the student's ids, torch.arange(V) if these are the same"
+            )
+        if self.world_size > 1:
+            return (
+                ": cut at other bounds? Gather the columns of all its ranks, and pass their "
+                "[..., shard.start:shard.stop]"
+            )
+        if size > self.width:
+            return (
+                ": of more ids? Pass the columns of the student's ids, its "
+                f"[..., :{self.width}], if these are the first"
+            )
+        missing = self.width - size
+        return (
+            f": of fewer ids? Pass F.pad(.., (0, {missing}), value=-torch.inf), if the last are "
+            "missing"
+        )
+
     def _most_padded(self) -> int:
         """Return the largest size that a vocabulary of this one is padded to, as Megatron pads it:
         whole multiples of 128 on each rank."""

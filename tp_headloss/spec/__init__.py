@@ -132,7 +132,10 @@ Absent: TypeAlias = Annotated[Any, CheckedBy("None")]
 TotalWeight: TypeAlias = Annotated[torch.Tensor, TensorLine("real numbers", ("width",), sharded=0)]
 TokenWeight: TypeAlias = Annotated[torch.Tensor, TOKEN_WEIGHT]
 BIAS = TensorLine(
-    "floating point", ("width",), sharded=0, hint=": a temperature is Transform(temperature=)"
+    "floating point",
+    ("width",),
+    sharded=0,
+    hint=": a temperature is temperature= of a Transform or of a teacher",
 )
 Bias: TypeAlias = Annotated[torch.Tensor, BIAS]
 HIDDEN = TensorLine("floating point", ("..", "H"))

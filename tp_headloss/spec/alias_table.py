@@ -29,6 +29,7 @@ SETS = "kept_ids, sampling_mask"
 GENERATOR = "'rollout_weight', losses.truncated_importance_weight(old, generator_log_prob=..)"
 SEQUENCE_RATIO = 'PolicyGradient("gspo"), or the whole GSPO(..), for "sequence"'
 RECORDS_OF_TEACHERS = "Teacher, TopKTeacher, TeacherHead"
+TEMPERATURES = "transform=Transform({}=..), of the call, or of a distillation Teacher(.., {}=..)"
 
 
 class Alias(NamedTuple):
@@ -121,10 +122,15 @@ WRITTEN = (
     Alias("cross_entropy", "torch", "term", "CrossEntropy()"),
     Alias("z_loss", "Megatron", "term", "ZLoss(1e-4)"),
     Alias("entropy", "verl", "term", "Entropy(0.01)"),
+    Alias("kl", "many", "metric", '"forward_kl" to a teacher, or PolicyMetrics(..) of a policy'),
+    Alias("kl_div, fkl", "speculators, many", "metric", '"forward_kl"'),
+    Alias("rkl", "speculators", "metric", '"reverse_kl"'),
+    Alias("tv, tvd", "speculators, Liger", "metric", '"total_variation"'),
+    Alias("js, jensen_shannon", "Liger, many", "metric", '"jsd"'),
     Alias("kl", "verl", "term", 'KLToReference(0.001, "k3"), or Distillation() for a teacher'),
     Alias("grpo", "TRL, verl", "term", "GRPO(..), a whole HeadLoss"),
     Alias("forward_kl, reverse_kl, jsd", "ours", "term", 'Distillation(1.0, "{}")'),
-    Alias("clip_fraction, kl, policy_metrics", "many", "metric", "PolicyMetrics(..)"),
+    Alias("clip_fraction, policy_metrics", "many", "metric", "PolicyMetrics(..)"),
     Alias("acc", "many", "metric", '"accuracy"'),
     Alias("top5_accuracy, top5", "torchmetrics, many", "metric", "TopKAccuracy(5)"),
     Alias("loss", "many", "metric", 'out.means()["loss"], which every output has'),
@@ -205,7 +211,8 @@ WRITTEN = (
     ),
     Alias("size_average, reduce", "torch", "HeadLoss", 'reduction="mean", "sum" or "none"'),
     Alias("z_loss", "Megatron", "HeadLoss, CrossEntropy", "a term, ZLoss(1e-4)"),
-    Alias("temperature", "many", f"HeadLoss, {PRESETS}", "transform=Transform({}=..), of the call"),
+    Alias("temperature", "many", PRESETS, "transform=Transform({}=..), of the call"),
+    Alias("temperature", "many", f"HeadLoss, {LOSSES}", TEMPERATURES),
     Alias("importance_sampling_level", "TRL", f"PolicyGradient, {PRESETS}", SEQUENCE_RATIO),
     Alias("rollout_weight", "ours", PRESETS, "HeadLoss([PolicyGradient(.., {}=True)])"),
     Alias("kl", "ours", "PolicyGradient, HeadLoss", "a term, KLToReference({})"),
@@ -224,6 +231,15 @@ WRITTEN = (
     ),
     Alias("T, tau", "Hinton, many", f"{RECORDS_OF_TEACHERS}, Transform", "temperature={}"),
     Alias("probs", "many", "Teacher", "Teacher(probs.log())"),
+    Alias("probs", "many", "TopKTeacher", "log_probs={}.log()"),
+    Alias(
+        "logits",
+        "many",
+        "TopKTeacher",
+        "TopKTeacher(top.ids, top.log_probs), with top = topk_log_probs({}, k)",
+    ),
+    Alias("mask, tail_log_prob, renormalize", "ours", "TopKDistillation", "TopKTeacher(.., {}=..)"),
+    Alias("support, outside_log_prob", "ours", "Distillation", "TopKDistillation(.., {}=..)"),
     Alias("indices", "torch", "TopKTeacher", "ids="),
     Alias("values", "torch", "TopKTeacher", "log_probs="),
     Alias("tail", "many", "TopKTeacher", "tail_log_prob="),
@@ -256,7 +272,8 @@ WRITTEN = (
         "SamplingRule",
         "transform=Transform(temperature=..), of sample and kept_ids",
     ),
-    Alias("temperature, softcap", "many", CALLS, "transform=Transform({}=..)"),
+    Alias("temperature", "many", f"{STATISTICS}, {SEARCHES}", "transform=Transform({}=..)"),
+    Alias("softcap", "many", CALLS, "transform=Transform({}=..)"),
     Alias(
         "process_group, group",
         "flash-attention, torch",
@@ -297,6 +314,15 @@ WRITTEN = (
     Alias("rollout_log_probs, sampling_per_token_logps", "verl, TRL", "input", GENERATOR),
     Alias("rollout_weight", "ours", "input", "PolicyGradient(.., rollout_weight=True)"),
     Alias("teacher_logits", "many", "input", "'teacher': Teacher(teacher_logits)"),
+    Alias("teacher_logits", "many", LOSSES, 'inputs={"teacher": Teacher({})}'),
+    Alias(
+        "teacher_hidden, teacher_weight",
+        "many",
+        f"{LOSSES}, HeadLoss",
+        'inputs={"teacher": TeacherHead(hidden, weight)}, of HeadLoss.linear',
+    ),
+    Alias("teacher_hidden", "many", "input", "'teacher': TeacherHead({}, weight)"),
+    Alias("beta, temperature, student_temperature", "ours", "input", "Teacher(.., {}=..)"),
     Alias("num_items_in_batch", "Transformers", LOSSES, "denominator=num_items_in_batch"),
     Alias("weight", "torch", "HeadLoss", "CrossEntropy(class_weight=..)"),
     Alias(

@@ -82,7 +82,9 @@ def refuse_call(
         given = [*_own(filled), *kwargs]
         got = ", ".join(given) or "no arguments"
         maker = MADE_BY.get(owner.removesuffix("()"))
-        said = "" if maker is None else f": write {maker}"
+        values = args[1:] if "self" in filled else args
+        remedies = [getattr(type(x), "remedy", "") for x in values]
+        said = f": write {maker}" if maker else next(filter(None, remedies), "")
         raise TypeError(f"{owner} must have {', '.join(wanted)}, got {got}{said}")
 
 

@@ -176,7 +176,7 @@ class Instance:
         if not isinstance(value, self.kind):
             said = made_of_value(self.kind, value) or two_copies(value, self.kind)
             raise TypeError(
-                f"{name} must be {with_article(self.kind.__name__)}, got {type_name(value)}{said}"
+                f"{name} must be {with_article(self.kind.__name__)}, got {type_name(value, said)}"
             )
         if self.fields:
             value.expect(name, self.fields)
@@ -283,7 +283,7 @@ class AnyOf:
         kinds = [line.kind for line in self.lines if isinstance(line, Instance)]
         said = max((made_of_value(kind, value) for kind in kinds), default="")
         said = said or self._of_another_copy(value)
-        raise TypeError(f"{name} must be {self.says}, got {shown(value)}{said}")
+        raise TypeError(f"{name} must be {self.says}, got {shown(value, said)}")
 
     def _of_another_copy(self, value) -> str:
         """Return the words of `two_copies` for an object, or one in a tuple or list; "" for

@@ -9,11 +9,12 @@ import torch
 
 from .checks import expect_dense
 
-# symbol of a shape -> its size, and the name of the argument that set it
+# symbol of a shape -> its size, and the name of the argument that set it; "shard": the shard, which
+# knows why a tensor may have other columns or rows
 Sizes: TypeAlias = dict[str, tuple[Any, str]]
 
 
-def sizes_of(name: str, x: torch.Tensor, lead: Sequence[int], **others: int) -> Sizes:
+def sizes_of(name: str, x: torch.Tensor, lead: Sequence[int], **others: Any) -> Sizes:
     """Sizes that the tokens [*lead] of a tensor set, its device, and others by their symbols."""
     known: Sizes = {"..": (tuple(lead), name), "device": (x.device, name)}
     return known | {symbol: (size, name) for symbol, size in others.items()}
@@ -135,7 +136,8 @@ class TensorLine:
                 )
             shape = ", ".join(str(known.get(symbol, symbol)) for symbol in (*lead, *tail))
             of = " of " * bool(setters) + " and ".join(setters)
-            said = self._shape_hint(x, lead, expected)
+            shard = sizes.get("shard", (None, ""))[0]
+            said = self._columns_hint(x, expected, shard) or self._shape_hint(x, lead, expected)
             raise ValueError(f"{name} must have shape [{shape}]{of}, got {list(x.shape)}{said}")
         for symbol, size in own_tail.items():
             if isinstance(symbol, str):
@@ -154,19 +156,19 @@ class TensorLine:
             return False
         return all(n == e or (self.broadcasts and n == 1) for n, e in zip(shape, expected))
 
+    def _columns_hint(self, x, expected, shard) -> str:
+        """Return what to pass in the place of a tensor with other columns, or rows, than the
+        shard's, if that is known."""
+        if shard is None or self.sharded is None or x.dim() != len(expected):
+            return ""
+        size = x.shape[self.sharded]
+        if size == expected[self.sharded]:
+            return ""
+        has_rows = self.sharded == 0
+        return shard.other_columns_hint(size, has_rows, is_vector=has_rows and x.dim() == 1)
+
     def _shape_hint(self, x, lead, expected) -> str:
         """Return what to pass in the place of a tensor of another shape, if that is likely."""
-        as_many = x.dim() == len(expected)
-        if self.sharded is not None and as_many and x.shape[self.sharded] > expected[self.sharded]:
-            place = "..., " * (self.sharded == -1)
-            of_rows = "; of another padding? select_rows(rows, ids, shard=its_shard, to=shard)"
-            of_rows *= self.sharded == 0 and x.dim() == 2
-            return f": of the whole vocabulary? Pass its [{place}shard.start:shard.stop]{of_rows}"
-        if self.sharded is not None and as_many and x.shape[self.sharded] < expected[self.sharded]:
-            missing = expected[self.sharded] - x.shape[self.sharded]
-            after = x.dim() - 1 - self.sharded % x.dim()  # dimensions that are not padded
-            pad = ", ".join(["0"] * (2 * after + 1) + [str(missing)])
-            return f": without the shard's padding? Pass F.pad(.., ({pad}))"
         if self.sharded == 0 and x.dim() == 2 and x.shape[0] == expected[0]:
             return f": or pass hidden states [.., {x.shape[1]}]"
         if lead != expected or not lead:

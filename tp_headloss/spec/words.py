@@ -3,22 +3,26 @@
 import torch
 
 
-def shown(value) -> str:
-    """Return a value for a message, which must be the same on all ranks: objects by their type."""
+def shown(value, write: str = "") -> str:
+    """Return a value for a message, which must be the same on all ranks: objects by their type.
+
+    write: what to write in its place, else what its type says.
+    """
     if type(value) in (list, tuple):
         if all(isinstance(x, (str, float, int)) or type(x) in (list, tuple) for x in value):
-            return repr(value)
+            return repr(value) + write
         names = ", ".join(_kind(x) for x in value)
-        remedies = [getattr(type(x), "remedy", "") for x in value]
+        remedies = [write, *(getattr(type(x), "remedy", "") for x in value)]
         return f"[{names}]" + next(filter(None, remedies), "")
     if isinstance(value, (type, dict)) or type(value).__module__ != "builtins":
-        return type_name(value)
-    return repr(value)
+        return type_name(value, write)
+    return repr(value) + write
 
 
-def type_name(value) -> str:
-    """The name of a value's type, with what to write in its place if the type says so."""
-    return _kind(value) + getattr(type(value), "remedy", "")
+def type_name(value, write: str = "") -> str:
+    """The name of a value's type, with what to write in its place: as given, or what the type
+    says."""
+    return _kind(value) + (write or getattr(type(value), "remedy", ""))
 
 
 def _kind(value) -> str:
