@@ -11,6 +11,7 @@ import torch
 
 from ..spec import Bias, OpenShare, TeacherTemperature, TensorLine, TokenValues, checked
 from ..spec.checks import expect_number
+from .made_whole import MadeWhole
 from .options import NO_TRANSFORM, Transform
 
 LOGITS = TensorLine("floating point", ("..", "width"), sharded=-1)
@@ -19,7 +20,7 @@ IDS = TensorLine("int64 or int32", ENTRIES, hint=": the order is TopKTeacher(ids
 MASK = TensorLine("bool", ENTRIES, hint=": pass its .bool(), or is it meant as tail_log_prob=?")
 
 
-class _Tempered:
+class _Tempered(MadeWhole):
     """Temperatures of a teacher and its student."""
 
     called = "teacher."  # in messages
@@ -64,6 +65,7 @@ class Teacher(_Tempered):
     """
 
     of_tensor = ": write Teacher(logits)"
+    made_anew = "Teacher(logits{}, ..)"
     logits: Annotated[torch.Tensor, LOGITS]
     temperature: TeacherTemperature = 1.0
     student_temperature: TeacherTemperature | None = None
@@ -110,6 +112,7 @@ class TopKTeacher(_Tempered):
         tensor([0.1634])
     """
 
+    made_anew = "TopKTeacher(ids{0}, log_probs{0}, ..)"
     ids: Annotated[torch.Tensor, IDS]
     log_probs: Annotated[torch.Tensor, TensorLine("floating point", ENTRIES)]
     mask: Annotated[torch.Tensor, MASK] | None = None
@@ -156,6 +159,7 @@ class TeacherHead(_Tempered):
         tensor(0.3278)
     """
 
+    made_anew = "TeacherHead(hidden{}, ..)"
     hidden: Annotated[torch.Tensor, TensorLine("floating point", ("..", "H_t"))]
     weight: Annotated[torch.Tensor, TensorLine("floating point", ("width", "H_t"), sharded=0)]
     bias: Bias | None = None
