@@ -168,6 +168,8 @@ class TensorLine:
             pad = ", ".join(["0"] * (2 * after + 1) + [str(missing)])
             return f": without the shard's padding? Pass F.pad(.., ({pad}))"
         if self.sharded == 0 and x.dim() == 2 and x.shape[0] == expected[0]:
+            if x.shape[0] == expected[1]:
+                return f": transposed? Pass its .t(), or hidden states [.., {x.shape[1]}]"
             return f": or pass hidden states [.., {x.shape[1]}]"
         if lead != expected or not lead:
             return ""
