@@ -3,6 +3,7 @@ guide writes as a call, against float64."""
 
 import doctest
 import inspect
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,16 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from trainer_problem import DTYPES, EVEN, PADDED, B, V, close, close_grads, cut, dtype_name
 
 from tp_headloss import VocabShard
-from tp_headloss.integrations import nemo_rl, rl_tokens, sampling_masks, skyrl, skyrl_draft, slime
+from tp_headloss.integrations import (
+    ms_swift,
+    nemo_rl,
+    rl_tokens,
+    sampling_masks,
+    skyrl,
+    skyrl_draft,
+    slime,
+    verl,
+)
 
 H = 12
 LENGTHS, PADDED_LENGTHS = [3, 2, 6], [4, 4, 8]  # of packed sequences
@@ -613,14 +623,14 @@ def refused(group, device, what):
         )
     if what == "same group, packed":
         return skyrl.from_parallel_logits_to_logprobs_packed_sequences(
-            logits[None, :8], ids[None], BOUNDS, WIDTH, 0, V, group, cp_group=group
+            logits[None, :8], ids[None], BOUNDS, WIDTH, 0, PADDED, group, cp_group=group
         )
     if what == "hidden":
         args = head()[0].unsqueeze(1), head()[1], None, ids.unsqueeze(0), 0, PADDED, None
         return nemo_rl.from_parallel_hidden_states_to_logprobs(*args, cp_group=group)
     x, cu_seqlens = logits[None, :8], torch.tensor([0, 6, 16])
     return nemo_rl.from_parallel_logits_to_logprobs_packed_sequences(
-        x, ids[None], cu_seqlens, 7, 0, V, None, cp_group=group
+        x, ids[None], cu_seqlens, 7, 0, PADDED, None, cp_group=group
     )
 
 
@@ -651,3 +661,113 @@ SIZED = [
 def test_one_ranks_columns_without_their_group_ask_for_it(function):
     with pytest.raises(ValueError, match=r"Pass its group|give the process group that owns"):
         function(**HOSTS[function], vocab_size=1000)
+
+
+X, IDS = torch.zeros(2, 4, 16), torch.zeros(2, 4, dtype=torch.int64)
+CU_SEQLENS = torch.tensor([0, 4, 8])
+FULL = SimpleNamespace(teacher_payload="logits", chunk_size=64, validate_decomposition=False)
+PACKED = "of packed sequences must be [1, T, ..], got"
+BOUNDS_OF = "must be bounds of this rank's 16 columns of logits, or rows of the weight, got"
+WEIGHT = torch.zeros(16, 3)
+# a call, and what its error says
+MISTAKES = {
+    "padding beyond the bounds": (
+        lambda: nemo_rl.from_parallel_logits_to_logprobs(X, IDS, 0, 10, None),
+        f"{BOUNDS_OF} [0, 10): with padding, vocab_end_index=16, and vocab_size=10",
+    ),
+    "padding of packed logits": (
+        lambda: skyrl.from_parallel_logits_to_logprobs_packed_sequences(
+            X.view(1, 8, 16), IDS.view(1, 8), CU_SEQLENS, 4, 0, 10, None
+        ),
+        f"{BOUNDS_OF} [0, 10): with padding, vocab_end_index=16",
+    ),
+    "padding of a weight": (
+        lambda: skyrl.from_parallel_hidden_to_logprobs(X[..., :3], WEIGHT, IDS, 0, 10, None),
+        f"{BOUNDS_OF} [0, 10): with padding, vocab_end_index=16",
+    ),
+    "bounds of all ranks": (
+        lambda: nemo_rl.from_parallel_logits_to_logprobs(X, IDS, 0, 32, None),
+        f"{BOUNDS_OF} [0, 32): the bounds are this rank's alone",
+    ),
+    "rows in the place of packed sequences": (
+        lambda: nemo_rl.from_parallel_logits_to_logprobs_packed_sequences(
+            X, IDS, CU_SEQLENS, 4, 0, 16, None
+        ),
+        f"{PACKED} [2, 4, 16]: pass its .flatten(0, 1)[None]",
+    ),
+    "flat packed sequences": (
+        lambda: skyrl.from_parallel_logits_to_logprobs_packed_sequences(
+            X.flatten(0, 1), IDS.flatten(), CU_SEQLENS, 4, 0, 16, None
+        ),
+        f"{PACKED} [8, 16]: pass its [None]",
+    ),
+    "hidden states of rows": (
+        lambda: nemo_rl.from_parallel_hidden_states_to_logprobs(
+            X[..., :3], WEIGHT, None, IDS, 0, 16, None
+        ),
+        "must be [S, B, H] with B = 2, as the ids [2, 4] have it, got [2, 4, 3]: of [B, S, H]? Pass "
+        "its .transpose(0, 1)",
+    ),
+    "a teacher's hidden states of rows": (
+        lambda: nemo_rl.prepare_opd_full_loss_input_from_hidden_states(
+            X[..., :3], WEIGHT, {"input_ids": IDS}, SimpleNamespace(opd_full=FULL)
+        ),
+        "hidden states must be [S, B, H] with B = 2",
+    ),
+    "a batch of other keys": (
+        lambda: nemo_rl.prepare_opd_full_loss_input(
+            X, {"ids": IDS}, SimpleNamespace(opd_full=FULL)
+        ),
+        "data must have 'input_ids', got ['ids']",
+    ),
+    "no batch": (
+        lambda: nemo_rl.prepare_opd_full_loss_input(X, None, SimpleNamespace(opd_full=FULL)),
+        "data must be NeMo-RL's batch or a dict, got NoneType",
+    ),
+    "a label by another name": (
+        lambda: verl.logits_processor(None, 16)(X, labels=IDS),
+        "process() got an unexpected keyword argument 'labels': did you mean 'label'?",
+    ),
+    "no label": (
+        lambda: verl.logits_processor(None, 16)(X),
+        "process() must have label (a tensor of int64 or int32), got logits",
+    ),
+    "padding of verl's logits": (
+        lambda: verl.logits_processor(None, 10)(X, label=IDS),
+        "logits must have the 10 columns of this rank, got 16: with padding, "
+        "logits_processor(group, 10, padded_size=16)",
+    ),
+    "no masks": (
+        lambda: sampling_masks.from_vllm(None),
+        "must be a list with one for each completion, got NoneType",
+    ),
+    "one mask": (
+        lambda: sampling_masks.from_prime_rl(SimpleNamespace(ids=b"", counts=b"")),
+        "must be a list with one for each sample, got SimpleNamespace: of one, write [mask]",
+    ),
+    "a sample without a mask": (
+        lambda: sampling_masks.from_prime_rl([None]),
+        "must be an object with ids and counts, got NoneType",
+    ),
+    "a trajectory without a support": (
+        lambda: sampling_masks.from_skyrl([None]),
+        "a trajectory must have a rollout_sample_support, got None",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_with_a_hosts_function_says_what_to_write(mistake):
+    call, words = MISTAKES[mistake]
+    with pytest.raises((TypeError, ValueError), match=re.escape(words)):
+        call()
+
+
+@pytest.mark.parametrize("module", [verl, nemo_rl, skyrl, slime, ms_swift])
+def test_a_module_says_which_functions_of_its_host_it_has(module):
+    assert all(hasattr(module, name) for name in module.__all__)
+    words = f"{', '.join(sorted(module.__all__))}, and functions of hosts that are one call"
+    with pytest.raises(AttributeError, match=re.escape(f"no attribute 'xyz': it has {words}")):
+        getattr(module, "xyz")  # noqa: B009, as users write it
+    with pytest.raises(AttributeError, match=r"no attribute '__xyz__'$"):
+        getattr(module, "__xyz__")  # noqa: B009

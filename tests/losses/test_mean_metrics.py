@@ -1,13 +1,17 @@
 """`mean_metrics`: sums become means, extrema stay, over micro-batches and over ranks with other
 tokens."""
 
+import copy
 import operator
+import pickle
+import re
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from ranks import on_ranks
+from torch.utils import _pytree
 
 import tp_headloss as hl
 
@@ -205,9 +209,9 @@ def test_what_is_no_output_and_what_has_no_tokens():
     out = HEAD(x[3], labels[3])
     found = hl.mean_metrics(out)
     assert found["accuracy"].isnan() and found["max_lse"] == -torch.inf
-    with pytest.raises(TypeError, match=r"outputs must be `HeadLossOutput`, or .*, got dict"):
+    with pytest.raises(TypeError, match=r"outputs must be `HeadLossOutput`, or .*, got MetricSums"):
         hl.mean_metrics(out.metrics)
-    with pytest.raises(TypeError, match=r"got \[dict\]"):
+    with pytest.raises(TypeError, match=r"got \[MetricSums\]"):
         hl.mean_metrics([out.metrics])
     with pytest.raises(ValueError, match="at least one"):
         hl.mean_metrics([])
@@ -385,3 +389,102 @@ def test_means_are_not_added_up():
     for add in (lambda: hl.combine_metrics([means, means]), lambda: hl.reduce_metrics(means, None)):
         with pytest.raises(ValueError, match="metrics must be sums by name, got means"):
             add()
+
+
+# what an output lacks, and what its error says
+MISSING = {
+    "a metric of policies": (
+        lambda out: out.metrics["pg_clip_fraction"],
+        "no metric 'pg_clip_fraction', there are ['entropy']: write metrics=PolicyMetrics(..) of",
+    ),
+    "a host's name of a metric": (
+        lambda out: out.metrics["ppo_kl"],
+        "there are ['entropy']: write PolicyMetrics(..), as \"approx_kl\"",
+    ),
+    "a metric that nobody knows": (
+        lambda out: out.metrics["xyz"],
+        "no metric 'xyz', there are ['entropy']: others come with metrics= of the HeadLoss",
+    ),
+    "a term": (
+        lambda out: out.terms["ppo"],
+        "no term 'ppo', there are ['cross_entropy']: a term has the name of its objective",
+    ),
+    "a metric among terms": (
+        lambda out: out.terms["entropy"],
+        "no term 'entropy', there are ['cross_entropy']: metrics are in out.metrics",
+    ),
+    "a metric of sequences": (
+        lambda out: out.sequence_metrics["ratio"],
+        "no sequence metric 'ratio', there are []: they are those of metrics= in calls with",
+    ),
+    "a mean": (
+        lambda out: out.means()["tokens_different"],
+        "no mean 'tokens_different', there are ['loss', 'loss/cross_entropy', 'entropy']: write "
+        "metrics=GeneratorMetrics(..) of",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", MISSING)
+def test_a_name_that_an_output_lacks_is_an_error_with_what_to_write(what):
+    read, words = MISSING[what]
+    out = hl.HeadLoss(metrics="entropy")(torch.zeros(2, V), torch.tensor([1, 2]))
+    with pytest.raises(KeyError) as error:
+        read(out)
+    assert words in error.value.args[0]
+
+
+def test_sums_by_name_are_dictionaries_to_everyone_else():
+    """To equality, to copies, to torch's trees, and to compiled functions that get or make them."""
+    x, labels = batches()
+    inputs = {"sequences": hl.Sequences.from_mask(labels != -100)}
+    out = HEAD(x, labels, inputs=inputs)
+    for found in (out.terms, out.metrics, out.sequence_metrics, out.means()):
+        assert isinstance(found, dict) and found == dict(found) and repr(found) == repr({**found})
+        again = pickle.loads(pickle.dumps(found))
+        assert type(again) is type(found) and again == found == copy.deepcopy(found)
+        assert found.get("xyz") is None and "xyz" not in found
+        leaves, spec = _pytree.tree_flatten(found)
+        assert leaves == list(found.values())
+        twice = _pytree.tree_map(lambda value: 2 * value, found)
+        assert type(twice) is type(found) and twice == {k: 2 * v for k, v in found.items()}
+        assert [path[0].key for path, _ in _pytree.tree_flatten_with_path(found)[0]] == [*found]
+        assert _pytree.tree_unflatten(leaves, spec) == found
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def total(out):
+        return out.loss + out.terms["cross_entropy"] + out.metrics["entropy"]
+
+    assert total(out) == out.loss + out.terms["cross_entropy"] + out.metrics["entropy"]
+
+
+# names of metrics, and who makes them
+MAKERS = {
+    "PolicyMetrics(..)": hl.PolicyMetrics(),
+    "PolicyMetrics(.., dual_clip=..)": hl.PolicyMetrics(dual_clip=3.0),
+    "PolicyMetrics(.., reference=True)": hl.PolicyMetrics(reference=True),
+    "GeneratorMetrics(..)": hl.GeneratorMetrics(),
+}
+
+
+def test_every_name_that_a_maker_of_metrics_makes_leads_to_it():
+    labels = torch.tensor([[1, 2]])
+    known = set()
+    for written, metric in MAKERS.items():
+        inputs = {name: torch.full((1, 2), -1.0) for name in metric.inputs}
+        found = hl.HeadLoss(metrics=metric)(torch.zeros(1, 2, V), labels, inputs=inputs).metrics
+        for name in set(found) - known:
+            with pytest.raises(
+                ValueError, match=re.escape(f"write metrics={written} of") + "|write Pol"
+            ):
+                hl.HeadLoss(metrics=name)
+        known |= set(found)
+    assert len(known) > 25
+    with pytest.raises(ValueError, match=re.escape("write metrics=TopKAccuracy(3) of")):
+        hl.HeadLoss(metrics="top3_accuracy")
+    for name, maker in (
+        ("bits_per_byte", "BitsPerByte()"),
+        ("acceptance_rate", "AcceptanceRate()"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(f"write {maker}")):
+            hl.HeadLoss(metrics=name)

@@ -154,6 +154,30 @@ def test_check_warns_of_log_probs_that_are_0_where_a_token_counts(zeros):
     assert [said in str(warning.message) for warning in caught] == [True] * (zeros > 0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_check_warns_of_log_probs_in_half_precision(dtype):
+    """Whose rounding moves ratios of a policy that has not changed out of a clip."""
+    x, labels, _, inputs = problem()
+    clip = {"clip": (0.001, 0.001)}
+    head = hl.HeadLoss(metrics=hl.PolicyMetrics(**clip), options=hl.Options(check=True))
+    given = {"advantages": inputs["advantages"]}
+    given["old_log_prob"] = hl.log_probs(x, labels).log_prob.detach().to(dtype)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        out = head(x, labels, inputs=given)
+    rounded = dtype.itemsize == 2
+    said = f"input 'old_log_prob' is {dtype}: keep log-probs in fp32"
+    assert [said in str(x.message) for x in caught if "float" in str(x.message)] == [True] * rounded
+    assert bool(out.metrics["clip_fraction"] > 0) == rounded
+
+
+def test_every_log_prob_of_a_token_is_described_with_its_precision():
+    for function in (hl.losses.ppo_clip, hl.losses.policy_metrics, hl.losses.icepop):
+        lines = function.__doc__.split("Returns:")[0].replace("\n        ", " ").splitlines()
+        entries = [x for x in lines if x.strip().split(":")[0].endswith("log_prob")]
+        assert len(entries) >= 2 and all("best in fp32" in x for x in entries)
+
+
 def test_the_page_says_which_objectives_are_tokenwise():
     page = Path(__file__).parents[2].joinpath("docs", "guides", "policy.md").read_text()
     rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| `")]

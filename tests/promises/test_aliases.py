@@ -46,8 +46,8 @@ from tp_headloss import (
     vocab_statistics,
 )
 from tp_headloss.spec import Instance, OneOf, lines_within
-from tp_headloss.spec.alias_table import HEAD, WRITTEN
-from tp_headloss.spec.aliases import ALIASES, INSTALLATIONS, KEYWORDS, rows, synonym
+from tp_headloss.spec.alias_table import HEAD
+from tp_headloss.spec.aliases import ALIASES, INSTALLATIONS, KEYWORDS, TABLE, rows, synonym
 from tp_headloss.spec.lines import AnyOf, TupleOf
 
 PAGE = Path(__file__).parents[2] / "docs" / "names.md"
@@ -99,8 +99,12 @@ def test_a_name_in_the_place_of_a_term_or_metric_is_refused_with_the_call(alias)
 
 @of_kind("input")
 def test_an_input_is_refused_with_what_to_write(alias):
-    with pytest.raises(ValueError, match=re.escape(f"{alias.name!r}: write {alias.ours}")):
-        HeadLoss(PolicyGradient())(LOGITS, LABELS, inputs={alias.name: LOGITS[..., 0]})
+    said = f"{alias.name!r}: write {alias.write or alias.ours}"
+    metrics = GeneratorMetrics() if alias.ours == "generator_log_prob" else ()
+    with pytest.raises(ValueError, match=re.escape(said)):
+        HeadLoss(PolicyGradient(), metrics=metrics)(
+            LOGITS, LABELS, inputs={alias.name: LOGITS[..., 0]}
+        )
 
 
 @of_kind("keyword")
@@ -126,7 +130,7 @@ def test_what_is_to_be_written_exists():
 
 
 def test_the_page_is_the_table():
-    assert PAGE.read_text().rstrip().splitlines()[-len(WRITTEN) - 2 :] == rows()
+    assert PAGE.read_text().rstrip().splitlines()[-len(TABLE) - 2 :] == rows()
 
 
 def test_synonyms_are_our_names_wherever_they_are_written():
@@ -407,7 +411,7 @@ MESSAGES = {
     ),
     "a list of means": (
         lambda: tp_headloss.mean_metrics([HeadLoss()(LOGITS, LABELS).means()]),
-        "got [_Means], whose sum is none: pass out.metrics, or mean_metrics(outputs, group)",
+        "got [Means], whose sum is none: pass out.metrics, or mean_metrics(outputs, group)",
     ),
     "a teacher to search": (
         lambda: topk_log_probs(tp_headloss.Teacher(LOGITS), 2),
@@ -444,6 +448,54 @@ MESSAGES = {
     "an input as keyword": (
         lambda: HeadLoss(metrics=BitsPerByte())(LOGITS, LABELS, num_bytes=LABELS),
         """'num_bytes': write inputs={"num_bytes": ..}""",
+    ),
+    "the keywords of a preset": (
+        lambda: GRPO(keywords={}),
+        "'keywords': it takes clip, dual_clip, kl, entropy, compile, ignore_index, metrics, options",
+    ),
+    "terms one after the other": (
+        lambda: HeadLoss(PolicyGradient(), KLToReference(0.1)),
+        "HeadLoss() takes terms by position, got 1 more: write one list, HeadLoss([.., ..])",
+    ),
+    "a term and something else": (
+        lambda: HeadLoss(PolicyGradient(), "mean"),
+        "got 1 more: write metrics=.., reduction=..",
+    ),
+    "a softcap of a term": (
+        lambda: PolicyGradient("clip", softcap=3.0),
+        "'softcap': write HeadLoss(..)(.., transform=Transform(softcap=..)), an argument of the call",
+    ),
+    "an option of a preset": (lambda: GRPO(check=True), "'check': write options=Options(check=..)"),
+    "a clip in the place of the objective": (
+        lambda: PolicyGradient((0.2, 0.28)),
+        "got (0.2, 0.28): a clip is given by name, clip=(low, high)",
+    ),
+    "a weight of hidden states that is transposed": (
+        lambda: HeadLoss().linear(LOGITS, torch.zeros(LOGITS.shape[-1], 30), LABELS),
+        f"got [{LOGITS.shape[-1]}, 30]: transposed? Pass its .t(), or hidden states [.., 30]",
+    ),
+    "a teacher's head of another size": (
+        lambda: HeadLoss(Distillation()).linear(
+            LOGITS,
+            torch.zeros(30, LOGITS.shape[-1]),
+            LABELS,
+            inputs={"teacher": tp_headloss.TeacherHead(LOGITS, torch.zeros(30, 3))},
+        ),
+        "got [30, 3]: or pass hidden states [.., 3]",
+    ),
+    "a host's name of an input that something needs": (
+        lambda: HeadLoss(PolicyGradient(), metrics=GeneratorMetrics())(
+            LOGITS, LABELS, inputs={"rollout_log_probs": LABELS}
+        ),
+        "'rollout_log_probs': write 'generator_log_prob', of GeneratorMetrics",
+    ),
+    "a part of sequences": (
+        lambda: Sequences.from_mask(LABELS == 0)[:1],
+        "Sequences must be made anew of a part of its tensors, Sequences.from_mask(mask[..])",
+    ),
+    "a part of a teacher": (
+        lambda: TopKTeacher(LABELS[..., None], LOGITS[..., :1])[0],
+        "must be made anew of a part of its tensors, TopKTeacher(ids[..], log_probs[..], ..)",
     ),
     "another dimension": (
         lambda: topk_log_probs(LOGITS, 2, dim=1),
@@ -591,6 +643,18 @@ ATTRIBUTES = {
     "a size of sets": (
         lambda: IdSets(LABELS[..., None]).shape,
         "IdSets have no 'shape': they have .ids and .spans, and .tolist()",
+    ),
+    "a statistic that was not asked for": (
+        lambda: HeadLoss()(LOGITS, LABELS).entropy,
+        "no 'entropy': it was not wanted: write metrics='entropy' of the HeadLoss",
+    ),
+    "a statistic that is no metric": (
+        lambda: HeadLoss()(LOGITS, LABELS).collision,
+        "it was not wanted: write Metric(lambda stats: {'collision': stats.collision}",
+    ),
+    "a metric of policies": (
+        lambda: HeadLoss()(LOGITS, LABELS).approx_kl,
+        "no 'approx_kl': HeadLoss(.., metrics=PolicyMetrics(..)) has it in out.means()",
     ),
     "a metric's mean": (
         lambda: HeadLoss(metrics="perplexity")(LOGITS, LABELS).perplexity,

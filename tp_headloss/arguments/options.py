@@ -102,6 +102,7 @@ class Options:
             group have the same ``check``.
             Calls without labels check the rest. `sample`, `kept_ids` and `topk_log_probs` take one
             more pass over the logits for it, and look at the values of a `SamplingRule`'s tensors.
+            Recorded log-probs of 0 at tokens that count, and those in half precision, are a warning.
         validate: "metadata" looks at what this rank can see, "full" has the ranks of the group
             compare their calls first, so that a mistake on one is the same exception on all (eager
             only; for debugging); "checksums" is "full" and compares the bits of replicated hidden

@@ -16,6 +16,7 @@ from ..ranks.comm import group_size, sum_over_ranks
 from ..ranks.groups import Group
 from ..ranks.shard import has_vocab_shard
 from ..spec import Count, Labels, PositiveFp32, TensorLine, TokenMask, checked, sizes_of
+from .made_whole import MadeWhole
 
 VALUES = TensorLine("real numbers or bool")
 Starts: TypeAlias = Annotated[torch.Tensor, TensorLine("int64 or int32", ("B + 1",))]
@@ -25,7 +26,7 @@ SequenceReduction: TypeAlias = Literal[
 SEQUENCE_REDUCTIONS: tuple[SequenceReduction, ...] = get_args(SequenceReduction)
 
 
-class Sequences:
+class Sequences(MadeWhole):
     """The sequences of a batch of tokens, padded `[B, S]` (`from_mask`) or packed
     (`from_cu_seqlens`, `from_ids`).
 
@@ -48,6 +49,9 @@ class Sequences:
     CPUs at once) and, without a group, for lengths below a sequence's counted tokens, and
     ``Options(check=True)`` for tokens whose label is ignored.
 
+    They are of the tokens of one call: each of several mini-batches of a rollout has its own, of
+    its part of the mask.
+
     Attributes:
         lengths: [B] fp32, N_i over the whole group.
         count: scalar fp32, the number of sequences that have counted tokens.
@@ -64,6 +68,7 @@ class Sequences:
     """
 
     of_tensor = ": write Sequences.from_mask(mask.bool())"
+    made_anew = "Sequences.from_mask(mask[..])"
     of_tokens = ": make it of a mask in the labels' shape, such as labels != -100"
 
     _offsets: Any

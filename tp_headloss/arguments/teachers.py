@@ -11,6 +11,7 @@ import torch
 
 from ..spec import Bias, OpenShare, TeacherTemperature, TensorLine, TokenValues, checked
 from ..spec.checks import expect_number
+from .made_whole import MadeWhole
 from .options import NO_TRANSFORM, Transform
 
 LOGITS = TensorLine("floating point", ("..", "width"), sharded=-1)
@@ -24,7 +25,7 @@ MASK = TensorLine(
 )
 
 
-class _Tempered:
+class _Tempered(MadeWhole):
     """Temperatures of a teacher and its student."""
 
     called = "teacher."  # in messages
@@ -75,6 +76,7 @@ class Teacher(_Tempered):
         f"{_Tempered.remedy}, and an export its .logits, with transform=Transform(temperature=..) "
         "if it has a temperature"
     )
+    made_anew = "Teacher(logits[..], ..)"
     logits: Annotated[torch.Tensor, LOGITS]
     temperature: TeacherTemperature = 1.0
     student_temperature: TeacherTemperature | None = None
@@ -130,6 +132,7 @@ class TopKTeacher(_Tempered):
         tensor([0.1634])
     """
 
+    made_anew = "TopKTeacher(ids[..], log_probs[..], ..)"
     ids: Annotated[torch.Tensor, IDS]
     log_probs: Annotated[torch.Tensor, TensorLine("floating point", ENTRIES)]
     mask: Annotated[torch.Tensor, MASK] | None = None
@@ -176,6 +179,7 @@ class TeacherHead(_Tempered):
         tensor(0.3278)
     """
 
+    made_anew = "TeacherHead(hidden[..], ..)"
     hidden: Annotated[torch.Tensor, TensorLine("floating point", ("..", "H_t"))]
     weight: Annotated[torch.Tensor, TensorLine("floating point", ("width", "H_t"), sharded=0)]
     bias: Bias | None = None

@@ -27,6 +27,7 @@ from ..statistics import (
     names_stated,
 )
 from .evaluation import StatisticsFunction, names_read, warn_without_gradient
+from .named import advice_on_metric
 from .terms import METRICS, CrossEntropy, Metric, Term, is_weighted_by_label
 
 PACKAGE = __name__.partition(".")[0]
@@ -96,10 +97,7 @@ class HeadLossDefinition(NamedTuple):
         if len(set(named)) != len(named):
             raise ValueError(f"metrics must have distinct names, got {list(named)}")
         if unknown := set(named) - set(METRICS):
-            name = min(unknown)
-            said = hint(name, METRICS, "metric")
-            if name in known_statistics() and not said.startswith(": write"):
-                said = f": write Metric(lambda stats: {{{name!r}: stats.{name}}}, want=({name!r},))"
+            said = advice_on_metric(min(unknown))
             raise ValueError(f"metrics must be of {sorted(METRICS)}, got {sorted(unknown)}{said}")
         total_weight = _class_weight_of_total(terms, token_metrics)
         _expect_one_over((*terms, *token_metrics))

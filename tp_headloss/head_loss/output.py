@@ -14,8 +14,15 @@ from ..spec import Instance, TupleOf, checked
 from ..statistics import MaybeNone, VocabStatistics, documented_fields
 from .checks import Call
 from .evaluation import expect_distinct_names
+from .named import (
+    Means,
+    MetricSums,
+    SequenceSums,
+    TermSums,
+    advice_on_metric,
+    maker_of_metric,
+)
 from .reduction import reduce_tokens, valid_weight
-from .terms import METRICS
 
 
 @documented_fields
@@ -85,10 +92,12 @@ class HeadLossOutput(NamedTuple):
         if name in self.metrics or name in self.terms:
             key = name if name in self.metrics else f"loss/{name}"
             said = f"write out.means()[{key!r}]"
-        elif name in VocabStatistics._fields:
+        elif name in VocabStatistics._fields and self.stats is not None:
             said = f"write out.stats.{name}"
-        elif name in METRICS:
-            said = f"HeadLoss(.., metrics={name!r}) has it in out.means()"
+            if getattr(self.stats, name) is None:
+                said = f"it was not wanted{advice_on_metric(name)}"
+        elif made := maker_of_metric(name):
+            said = f"HeadLoss(.., metrics={made}) has it in out.means()"
         raise AttributeError(f"a HeadLossOutput has no {name!r}: {said}")
 
     # arithmetic of a tuple is something else, which type checkers and users would take this for
@@ -240,19 +249,7 @@ def mean_metrics(outputs: HeadLossOutput | Outputs, group: Group = None) -> dict
     same = [f"weighted/{name}" for name in outputs[0].terms if _has_weight_1(outputs, name)]
     found = {"loss": loss} | {name: x for name, x in means.items() if name not in same}
     # a class of ours would break a graph
-    return found if torch.compiler.is_compiling() else _Means(found)
-
-
-class _Means(dict[str, torch.Tensor]):
-    """Means by name, whose error for another name says which there are."""
-
-    remedy = ", whose sum is none: pass out.metrics, or mean_metrics(outputs, group) instead"
-
-    def __missing__(self, name):
-        raise KeyError(
-            f"no mean {name!r}, there are {list(self)}: others come with metrics= of the HeadLoss, "
-            "those of policies with PolicyMetrics()"
-        )
+    return found if torch.compiler.is_compiling() else Means(found)
 
 
 def _checked_sums(outputs: Outputs) -> list[dict[str, torch.Tensor]]:
@@ -327,6 +324,10 @@ def make_output(
     for name, weight in weights.items():
         if isinstance(weight, torch.Tensor):  # which may change after this call
             weights = weights | {name: weight.detach().clone()}
+    if not torch.compiler.is_compiling():  # classes of ours would break a graph
+        terms = TermSums(terms)
+        metrics = MetricSums(metrics)
+        sequence_metrics = SequenceSums(sequence_metrics)
     return HeadLossOutput(
         loss, count, terms, metrics, stats, sequence_metrics, term_counts, weights
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias, get_args
 
 import torch
 
@@ -15,6 +15,7 @@ from ..losses.kl import KLEstimator
 from ..losses.policy import CLIP
 from ..losses.ratio import Level, scaled
 from ..spec import (
+    OneOf,
     Pair,
     PenaltyWeight,
     Positive,
@@ -30,6 +31,10 @@ Objective: TypeAlias = Literal[
     "reinforce", "clip", "cispo", "sapo", "gspo", "gspo-length-weighted", "gmpo", "vespo",
     "clip-cov", "kl-cov", "positive-nll",
 ]  # fmt: skip
+CLIP_BY_NAME = ": a clip is given by name, clip=(low, high)"
+ObjectiveName: TypeAlias = Annotated[
+    Literal[Objective, "gpg"], OneOf(get_args(Objective), CLIP_BY_NAME)
+]
 # name -> function of the log-prob, and its inputs
 OBJECTIVES: dict[str, tuple[Callable[..., torch.Tensor], tuple[str, ...]]] = {
     "reinforce": (losses.reinforce, ("advantages",)),
@@ -60,7 +65,7 @@ SAMPLERS: dict[Sampler, str] = {
 
 @checked
 def PolicyGradient(
-    objective: Literal[Objective, "gpg"] = "clip",
+    objective: ObjectiveName = "clip",
     weight: Weight = 1.0,
     *,
     rollout_weight: bool = False,
@@ -82,8 +87,12 @@ def PolicyGradient(
     Token and sequence are weighted by the reduction of the `HeadLoss`, whose default is the mean over
     tokens: the papers of "gspo" and "gmpo" have reduction="seq-mean-token-mean", as the whole loss
     `GSPO` has. "gspo-length-weighted" needs it: with the mean over tokens sequences count by their
-    length twice. The clip of "gspo" by itself is (0.2, 0.2), not the (3e-4, 4e-4) of `GSPO`. All
-    log-probs are natural logarithms.
+    length twice. The clip is (0.2, 0.2) by default, of "gspo", too, not the (3e-4, 4e-4) of `GSPO`;
+    of "gmpo" it is (0.4, 0.4), and bounds log r to [-low, high].
+
+    All log-probs are natural logarithms. Keep recorded ones in fp32: rounded to bf16 or fp16, as
+    engines may send them, they look like a policy that has changed, which ``Options(check=True)``
+    warns of.
 
     Args:
         weight: the second argument by position, as in all terms: a clip is ``clip=(low, high)``.
@@ -117,7 +126,7 @@ def PolicyGradient(
     )
     function = partial(_policy_loss, per_token, options, over_sets(over, "log_prob"))
     inputs = (*(n for n in names if n != "mask"), *(flag for flag, value in extra.items() if value))
-    _try_one_token(function, inputs)
+    call_with_one_token(function, inputs)
     return Term(
         objective.replace("-", "_") if name is None else name,
         function,
@@ -169,7 +178,7 @@ def KLToReference(
     function = partial(
         _kl, losses.kl_estimate, estimator, importance_weight, options, over_sets(over, "log_prob")
     )
-    _try_one_token(function, inputs)
+    call_with_one_token(function, inputs)
     return Term(
         name, function, weight, _wanted(over), inputs=inputs, tokenwise=True, pointwise=True
     )
@@ -206,7 +215,7 @@ def PolicyMetrics(
     function = partial(
         _log_prob_metrics, losses.policy_metrics, options, over_sets(over, "log_prob")
     )
-    _try_one_token(function, names)
+    call_with_one_token(function, names)
     return Metric(function, _wanted(over), names)
 
 
@@ -233,9 +242,11 @@ def GeneratorMetrics(bounds: WeightBounds = (0.5, 2.0), *, over: Over = "vocabul
     return Metric(function, _wanted(over), ("old_log_prob", "generator_log_prob"))
 
 
-def _try_one_token(function, inputs: tuple[str, ...]):
-    """Call a function with one token, so that options which it refuses are refused where they are
-    written."""
+def call_with_one_token(function, inputs: tuple[str, ...]):
+    """Call a function of a term or a metric with one token, and return its result.
+
+    Options that the function refuses are so refused where they are written.
+    """
     zero = torch.zeros(1, 1)
     stats = VocabStatistics._make([zero] * len(VocabStatistics._fields))._replace(
         valid=torch.ones(1, 1, dtype=torch.bool)
@@ -244,7 +255,7 @@ def _try_one_token(function, inputs: tuple[str, ...]):
         name: Sequences.from_mask(stats.valid) if name == "sequences" else zero for name in inputs
     }
     with torch.no_grad():
-        function(stats, **given)
+        return function(stats, **given)
 
 
 def _wanted(over: str) -> tuple[str, ...]:

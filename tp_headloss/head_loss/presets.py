@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from ..arguments.sequences import SequenceReduction
 from ..losses.policy import CLIP
-from ..losses.ratio import Clip
+from ..losses.ratio import Clip, ClipOfConvention, SequenceClip
 from ..spec import CheckedBy, NotNegativeFp32, Positive, checked, lines_within
 from .definition import Reduction
 from .loss import HeadLoss
@@ -137,7 +137,7 @@ def DrGRPO(
 
 @checked
 def GSPO(
-    clip: Clip = (3e-4, 4e-4),
+    clip: SequenceClip = (3e-4, 4e-4),
     dual_clip: Dual = None,
     *,
     kl: Kl = 0.0,
@@ -158,7 +158,7 @@ def GSPO(
 
 @checked
 def CISPO(
-    clip: Clip = CLIP,
+    clip: ClipOfConvention = CLIP,
     convention: Literal["offset", "bound"] = "offset",
     *,
     kl: Kl = 0.0,

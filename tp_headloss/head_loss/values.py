@@ -13,6 +13,7 @@ def check_values(definition, labels, token_weight, denominator, inputs):
     is_valid = labels != definition.ignore_index
     for name, value in inputs.items():
         expect_finite(f"input {name!r}", value, is_valid)
+    _warn_of_rounded(inputs)
     expect_finite("token_weight", token_weight, is_valid)
     if "sets" not in inputs:  # of one id, whose log-prob is 0
         _warn_of_zeros(inputs, is_valid)
@@ -36,6 +37,21 @@ def check_values(definition, labels, token_weight, denominator, inputs):
                 "denominator= it may be"
             ),
         )
+
+
+def _warn_of_rounded(inputs):
+    """Warn of recorded log-probs in half precision, whose rounding looks like a change of the
+    policy."""
+    for name, value in inputs.items():
+        if not name.endswith("log_prob") or not isinstance(value, torch.Tensor):
+            continue
+        if value.dtype.itemsize < 4:
+            warnings.warn(
+                f"input {name!r} is {value.dtype}: keep log-probs in fp32, because differences of "
+                "rounded ones are ratios and KLs of a policy that has not changed; a cast from "
+                f"{value.dtype} does not bring back what was rounded",
+                stacklevel=2,
+            )
 
 
 def _warn_of_zeros(inputs, is_valid: torch.Tensor):

@@ -13,6 +13,8 @@ import importlib
 import importlib.metadata
 import re
 import warnings
+from collections.abc import Callable, Collection
+from typing import NoReturn
 
 # distribution -> oldest version, first version that was not tested, extra of this package
 TESTED = {
@@ -25,6 +27,22 @@ TESTED = {
     "trl": ("1.16.0", "1.17", "trl"),
     "verl": ("0.9.1", "0.10", "verl"),
 }
+
+
+def refuse_other_names(module: str, names: Collection[str]) -> Callable[[str], NoReturn]:
+    """Return the ``__getattr__`` of a module with a host's functions, whose AttributeError for
+    another name says which there are."""
+
+    def refuse(name: str) -> NoReturn:
+        said = ""
+        if not name.startswith("__"):
+            said = (
+                f": it has {', '.join(sorted(names))}, and functions of hosts that are one call of "
+                "log_probs or vocab_statistics are written out in docs/guides/rl_functions.md"
+            )
+        raise AttributeError(f"module {module!r} has no attribute {name!r}{said}")
+
+    return refuse
 
 
 def _release(version: str) -> tuple[int, ...]:

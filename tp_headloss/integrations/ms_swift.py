@@ -9,7 +9,7 @@ temperature has divided the logits before, where there is no argument for it.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 
@@ -18,8 +18,18 @@ from ..call.statistics import vocab_statistics
 from ..head_loss import HeadLoss
 from ..search.topk import topk_log_probs
 from ..spec import CheckedBy, Ids, Logits, Positive, Share, Size, TensorLine, Unused, checked
+from . import refuse_other_names
 from .rl_tokens import IGNORED_LABEL, TpGroup, VocabSize, even_shard, next_tokens
 from .token_counts import expect_mean_over_tokens
+
+__all__ = [
+    "LogitsLoss",
+    "compute_logps_and_entropy_from_logits",
+    "gkd_loss",
+    "vocab_parallel_topk",
+]
+if not TYPE_CHECKING:  # to which a module with it would have every name
+    __getattr__ = refuse_other_names(__name__, __all__)
 
 
 class LogitsLoss:

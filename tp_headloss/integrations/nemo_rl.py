@@ -26,7 +26,7 @@ same log-probs, divide it by C.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import torch
 
@@ -37,6 +37,7 @@ from ..linear_head import Linear, linear_vocab_statistics
 from ..ranks.comm import group_size
 from ..ranks.groups import Group
 from ..spec import Absent, CheckedBy, Count, Floating, Ids, Logits, Rows, Size, checked
+from . import refuse_other_names
 from .nemo_rl_distillation import get_distillation_topk_logprobs_from_logits
 from .nemo_rl_full_vocabulary import (
     prepare_opd_full_loss_input,
@@ -53,7 +54,9 @@ from .rl_tokens import (
     VocabSize,
     bounded_shard,
     even_shard_of_rank,
+    expect_tokens_first,
     next_tokens,
+    own_size,
     refuse,
 )
 
@@ -66,6 +69,8 @@ __all__ = [
     "prepare_opd_full_loss_input",
     "prepare_opd_full_loss_input_from_hidden_states",
 ]
+if not TYPE_CHECKING:  # to which a module with it would have every name
+    __getattr__ = refuse_other_names(__name__, __all__)
 SEQUENCE_PARALLEL = Linear(hidden_grad="reduce_scatter")
 SamplingParams: TypeAlias = Annotated[
     Any,
@@ -139,7 +144,9 @@ def from_parallel_logits_to_logprobs(
     kept = kept_by(sampling_params, sampling_mask)
     # whose sets need one number of ids
     device = None if kept is None else vocab_parallel_logits.device
-    shard = bounded_shard(vocab_start_index, vocab_end_index, tp_group, vocab_size, device=device)
+    size = own_size(vocab_parallel_logits, -1)
+    bounds = vocab_start_index, vocab_end_index
+    shard = bounded_shard(size, *bounds, tp_group, vocab_size, device=device)
     return _next_log_probs(vocab_parallel_logits, target, shard, kept, cp_group, inference_only)
 
 
@@ -180,7 +187,8 @@ def from_parallel_logits_to_logprobs_packed_sequences(
     """
     kept, logits = kept_by(sampling_params, None), vocab_parallel_logits
     device = None if kept is None else logits.device
-    shard = bounded_shard(vocab_start_index, vocab_end_index, group, vocab_size, device=device)
+    bounds = vocab_start_index, vocab_end_index
+    shard = bounded_shard(own_size(logits, -1), *bounds, group, vocab_size, device=device)
     tokens = PackedTokens(
         logits, cp_group, group, cu_seqlens_padded, unpacked_seqlen, sum_gradients=True
     )
@@ -225,8 +233,11 @@ def from_parallel_hidden_states_to_logprobs(
         raise ValueError(
             f"cp_group must have one rank here, as in NeMo-RL, got {group_size(cp_group)}"
         )
+    expect_tokens_first(tensor_parallel_hidden_states, target)
     device = output_weight_layer.device
-    shard = bounded_shard(vocab_start_index, vocab_end_index, tp_group, vocab_size, device=device)
+    size = own_size(output_weight_layer, 0)
+    bounds = vocab_start_index, vocab_end_index
+    shard = bounded_shard(size, *bounds, tp_group, vocab_size, device=device)
     scattered = linear.hidden_grad == "reduce_scatter" and not is_dtensor(
         tensor_parallel_hidden_states
     )

@@ -29,6 +29,7 @@ from .rl_tokens import (
     TpGroup,
     VocabSize,
     even_shard_of_rank,
+    expect_tokens_first,
     next_tokens,
     shard_of_columns,
 )
@@ -99,7 +100,7 @@ def prepare_opd_full_loss_input(
     """
     x, shard = even_shard_of_rank(logits, vocab_parallel_rank, vocab_parallel_group, vocab_size)
     tokens = RankedTokens(x, context_parallel_group, shard.group)
-    full, ids = _configuration(loss_fn), data["input_ids"]
+    full, ids = _configuration(loss_fn), _value(data, "input_ids")
     payload = _payload(data, full, len(x), tokens.total).to(x.device)
     payload = tokens.take(payload)
     teachers = _teachers(data, full, payload, teacher_output_layer_weight_by_index, shard)
@@ -148,7 +149,8 @@ def prepare_opd_full_loss_input_from_hidden_states(
     ranks = group_size(group)
     shard = shard_of_columns(len(weight) * ranks, group, vocab_size)
     parts = ranks if linear.hidden_grad == "reduce_scatter" else 1
-    full, ids = _configuration(loss_fn), data["input_ids"]
+    full, ids = _configuration(loss_fn), _value(data, "input_ids")
+    expect_tokens_first(hidden, ids)
     length, batch = hidden.shape[0] * parts, hidden.shape[1]
     payload = _payload(data, full, batch, length).to(hidden.device).transpose(0, 1)
     teachers = _teachers(data, full, payload, teacher_output_layer_weight_by_index, shard)
@@ -264,13 +266,21 @@ def _configuration(loss_fn):
     return full
 
 
+def _value(data, name: str, said: str = "") -> torch.Tensor:
+    """Return a value of the batch; TypeError or ValueError, with the names there are, without
+    it."""
+    if not hasattr(data, "keys"):
+        raise TypeError(f"data must be NeMo-RL's batch or a dict, got {type(data).__name__}")
+    if name not in data:
+        raise ValueError(f"data must have {name!r}{said}, got {sorted(map(str, data.keys()))}")
+    return data[name]
+
+
 def _payload(data, full, batch: int, length: int) -> torch.Tensor:
     """Return what is known of the teacher, [B, length, ..], with zeros at positions that it
     lacks."""
     name = COLUMNS[full.teacher_payload]
-    if name not in data:
-        raise ValueError(f"data must have {name!r}, for teacher_payload={full.teacher_payload!r}")
-    payload = data[name].detach()
+    payload = _value(data, name, f", for teacher_payload={full.teacher_payload!r}").detach()
     if payload.dim() != 3 or len(payload) != batch or payload.shape[1] > length:
         raise ValueError(
             f"{name} must be [B, S, ..] with B = {batch} and S at most {length}, got "
@@ -310,7 +320,7 @@ def _teachers(data, full, payload, heads, shard: VocabShard) -> list[TeacherRows
                 f"{len(heads)} teachers"
             )
         return [TeacherRows(slice(None), *weights.values())]
-    batch = data["input_ids"].shape[0]
+    batch = len(data["input_ids"])
     if teacher_of_row.shape != (batch,):
         raise ValueError(
             f"{TEACHER_OF_ROW} must be [B] = {[batch]}, got {list(teacher_of_row.shape)}"

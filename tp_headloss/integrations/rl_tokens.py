@@ -83,14 +83,17 @@ def even_shard_of_rank(logits, rank, group, vocab_size) -> tuple[torch.Tensor, V
 
 
 def bounded_shard(
-    start: int, end: int, group, vocab_size: int | None, *, device=None
+    size: int | None, start: int, end: int, group, vocab_size: int | None, *, device=None
 ) -> VocabShard:
     """Return the shard of the ids [start, end), which may be uneven.
 
+    size: of this rank's part of the vocabulary, which must be that of the bounds; None: not known.
     device: where to gather the end of the vocabulary from all ranks, for calls in which every rank
     needs the same vocab_size (sets of ids, linear heads); the host waits for it. None: do not
     gather.
     """
+    if size is not None:
+        _expect_size(size, start, end, vocab_size)
     if vocab_size is None:
         # it only says where padding begins, so the end of this shard will do, except for ids of the
         # whole vocabulary
@@ -98,6 +101,41 @@ def bounded_shard(
         if device is not None and group is not None:
             vocab_size = int(gather_from_ranks(torch.tensor([end], device=device), group).max())
     return VocabShard(start, end, vocab_size, group)
+
+
+def own_size(part: torch.Tensor, dim: int) -> int | None:
+    """Return the size of a dimension of logits or of a weight; None for a DTensor, of which it is
+    that of all ranks."""
+    return None if is_dtensor(part) else part.shape[dim]
+
+
+def _expect_size(size: int, start: int, end: int, vocab_size: int | None):
+    """Raise ValueError unless a rank's part of the vocabulary has the size of its bounds."""
+    if size == end - start:
+        return
+    said = "the bounds are this rank's alone"
+    if size > end - start:
+        known = end if vocab_size is None else vocab_size
+        said = (
+            f"with padding, vocab_end_index={start + size}, and vocab_size={known}, if that is the "
+            "tokenizer's number of ids"
+        )
+    raise ValueError(
+        f"vocab_start_index and vocab_end_index must be bounds of this rank's {size} columns of "
+        f"logits, or rows of the weight, got [{start}, {end}): {said}"
+    )
+
+
+def expect_tokens_first(hidden: torch.Tensor, ids: torch.Tensor):
+    """Raise ValueError unless hidden states are [tokens, B, H] for ids [B, S]."""
+    if ids.dim() != 2 or (hidden.dim() == 3 and hidden.shape[1] == len(ids)):
+        return  # of other ids `next_tokens` says what they must be
+    are_rows_first = hidden.dim() == 3 and hidden.shape[:2] == ids.shape
+    said = ": of [B, S, H]? Pass its .transpose(0, 1)" * are_rows_first
+    raise ValueError(
+        f"hidden states must be [S, B, H] with B = {len(ids)}, as the ids {list(ids.shape)} have "
+        f"it, got {list(hidden.shape)}{said}"
+    )
 
 
 def refuse(**arguments):
@@ -252,6 +290,12 @@ class PackedTokens(RankedTokens):
 
     def __init__(self, x, group, vocab_group, cu_seqlens, width: int, *, sum_gradients):
         TensorLine("int64 or int32", ("B + 1",)).check("cu_seqlens_padded", cu_seqlens, {})
+        if x.dim() != 3 or len(x) != 1:
+            lead = {2: ": pass its [None]", 3: ": pass its .flatten(0, 1)[None]"}
+            raise ValueError(
+                "logits, or hidden states, of packed sequences must be [1, T, ..], got "
+                f"{list(x.shape)}{lead.get(x.dim(), '')}"
+            )
         if len(cu_seqlens) < 2:
             raise ValueError(
                 f"cu_seqlens_padded must be [B + 1] with B > 0, got {list(cu_seqlens.shape)}"

@@ -49,7 +49,26 @@ def from_vllm(masks: Iterable) -> IdSets:
         tensor([[False,  True,  True],
                 [ True, False, False]])
     """
-    return IdSets.cat([_completion_sets(mask) for mask in masks])
+    return IdSets.cat([_completion_sets(mask) for mask in _each(masks, "completion")])
+
+
+def _each(masks, of: str) -> list:
+    """Return the masks as a list; TypeError unless they are some, one for each completion, say."""
+    if not isinstance(masks, Iterable):
+        raise TypeError(
+            f"sampling masks must be a list with one for each {of}, got {type(masks).__name__}"
+            + ("" if masks is None else ": of one, write [mask]")
+        )
+    return list(masks)
+
+
+def _sample_sets(mask) -> IdSets:
+    if not (hasattr(mask, "ids") and hasattr(mask, "counts")):
+        raise TypeError(
+            "a sample's sampling_mask must be an object with ids and counts, got "
+            f"{type(mask).__name__}"
+        )
+    return _sets_from_counts(mask.ids, mask.counts)
 
 
 def _completion_sets(mask) -> IdSets:
@@ -86,7 +105,7 @@ def from_prime_rl(masks: Iterable) -> IdSets:
                 [0, 2],
                 [2, 3]])
     """
-    return IdSets.cat([_sets_from_counts(mask.ids, mask.counts) for mask in masks])
+    return IdSets.cat([_sample_sets(mask) for mask in _each(masks, "sample")])
 
 
 def from_nemo_rl(mask) -> IdSets:
@@ -141,7 +160,10 @@ def from_skyrl(supports: Iterable) -> IdSets:
                 [ 4, -1],
                 [ 5,  6]])
     """
-    return IdSets.cat([IdSets(_int_tensor(support)) for support in supports])
+    parts = _each(supports, "trajectory")
+    if any(part is None for part in parts):
+        raise TypeError("a trajectory must have a rollout_sample_support, got None")
+    return IdSets.cat([IdSets(_int_tensor(support)) for support in parts])
 
 
 def _sets_from_counts(ids, counts) -> IdSets:

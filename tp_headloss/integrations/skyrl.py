@@ -16,7 +16,7 @@ that of unpacked ones is the sum.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import torch
 
@@ -36,6 +36,7 @@ from ..spec import (
     TensorLine,
     checked,
 )
+from . import refuse_other_names
 from .nemo_rl import from_parallel_logits_to_logprobs
 from .rl_tokens import (
     UNREDUCED_HIDDEN_GRAD,
@@ -49,6 +50,7 @@ from .rl_tokens import (
     bounded_shard,
     even_shard,
     head_scorer,
+    own_size,
     shard_of_columns,
 )
 from .skyrl_draft import draft_soft_ce, draft_soft_ce_topk
@@ -63,6 +65,8 @@ __all__ = [
     "from_parallel_logits_to_logprobs_packed_sequences",
     "vocab_parallel_entropy_packed_sequences",
 ]
+if not TYPE_CHECKING:  # to which a module with it would have every name
+    __getattr__ = refuse_other_names(__name__, __all__)
 SequenceLengths: TypeAlias = Annotated[Any, CheckedBy("lists of lengths, or None")]
 Attended: TypeAlias = Annotated[torch.Tensor, TensorLine("bool or integers", None)]
 
@@ -102,10 +106,8 @@ def from_parallel_logits_to_logprobs_packed_sequences(
         ValueError: shapes that do not fit. Bounds that do not fit are one on CPUs; on GPUs all
             results are NaN.
     """
-    logits, shard = (
-        vocab_parallel_logits,
-        bounded_shard(vocab_start_index, vocab_end_index, group, vocab_size),
-    )
+    logits, bounds = vocab_parallel_logits, (vocab_start_index, vocab_end_index)
+    shard = bounded_shard(own_size(logits, -1), *bounds, group, vocab_size)
     packed = _packed(
         logits, cu_seqlens_padded, unpacked_seqlen, cp_group, group, attention_mask, sub_seq_lengths
     )
@@ -143,9 +145,8 @@ def from_parallel_hidden_to_logprobs(
         linear: `Linear`. By default the gradient of hidden is this rank's part, which SkyRL's
             gather sums backward.
     """
-    shard = bounded_shard(
-        vocab_start_index, vocab_end_index, tp_group, vocab_size, device=lm_head_weight.device
-    )
+    size, bounds = own_size(lm_head_weight, 0), (vocab_start_index, vocab_end_index)
+    shard = bounded_shard(size, *bounds, tp_group, vocab_size, device=lm_head_weight.device)
     score = head_scorer(hidden, lm_head_weight, shard, temperature, linear)
     tokens = RankedTokens(hidden, cp_group, tp_group)
     return tokens.next_log_probs(lambda labels: score(labels).log_prob, target, inference_only)
@@ -174,9 +175,8 @@ def from_parallel_hidden_to_logprobs_packed_sequences(
 ) -> torch.Tensor:
     """Return the log-probs of `from_parallel_logits_to_logprobs_packed_sequences` from hidden
     states [1, T/C, H]; other arguments as there and in `from_parallel_hidden_to_logprobs`."""
-    shard = bounded_shard(
-        vocab_start_index, vocab_end_index, group, vocab_size, device=lm_head_weight.device
-    )
+    size, bounds = own_size(lm_head_weight, 0), (vocab_start_index, vocab_end_index)
+    shard = bounded_shard(size, *bounds, group, vocab_size, device=lm_head_weight.device)
     score = head_scorer(hidden, lm_head_weight, shard, temperature, linear)
     packed = _packed(
         hidden, cu_seqlens_padded, unpacked_seqlen, cp_group, group, attention_mask, sub_seq_lengths

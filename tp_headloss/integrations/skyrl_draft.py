@@ -56,7 +56,7 @@ def draft_soft_ce(
         0 if vocab_parallel_group is None else vocab_parallel_group.rank(),
     )
     # no label asks for ids
-    shard = bounded_shard(rank * width, (rank + 1) * width, vocab_parallel_group, vocab_size)
+    shard = bounded_shard(width, rank * width, (rank + 1) * width, vocab_parallel_group, vocab_size)
     stats = vocab_statistics(
         student_logits,
         shard=shard,

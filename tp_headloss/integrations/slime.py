@@ -8,13 +8,18 @@ slime, and a temperature has divided the logits before. chunk_size is accepted a
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 
 from ..call.statistics import vocab_statistics
 from ..spec import TOKEN_WEIGHT, Ids, Logits, TensorLine, checked, sizes_of
+from . import refuse_other_names
 from .rl_tokens import TpGroup, VocabSize, even_shard
+
+__all__ = ["calculate_log_probs_and_entropy"]
+if not TYPE_CHECKING:  # to which a module with it would have every name
+    __getattr__ = refuse_other_names(__name__, __all__)
 
 
 @checked

@@ -20,6 +20,7 @@ from .ratio import (
     LOG_RATIO_CLAMP,
     Advantages,
     Clip,
+    ClipOfConvention,
     LogProb,
     OldLogProb,
     bounded,
@@ -126,7 +127,7 @@ def cispo(
     *,
     advantages: Advantages,
     old_log_prob: OldLogProb,
-    clip: Clip = CLIP,
+    clip: ClipOfConvention = CLIP,
     convention: Literal["offset", "bound"] = "offset",
 ) -> TokenLoss:
     """Return -stop_gradient(clip(r)) A l. No token loses its gradient.

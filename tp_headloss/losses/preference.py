@@ -26,17 +26,17 @@ from .ratio import bounded
 Pairs: TypeAlias = Annotated[
     torch.Tensor,
     TensorLine("floating point", ("pairs",)),
-    "Summed log-probs of the policy being trained, nats",
+    "Summed log-probs of the policy being trained, nats, best in fp32",
 ]
 Means: TypeAlias = Annotated[
     torch.Tensor,
     TensorLine("floating point", ("pairs",)),
-    "*Mean* log-probs over a completion's tokens, nats",
+    "*Mean* log-probs over a completion's tokens, nats, best in fp32",
 ]
 ReferencePairs: TypeAlias = Annotated[
     torch.Tensor,
     TensorLine("floating point", ("pairs",), detached=True),
-    "Summed log-probs of the reference, nats",
+    "Summed log-probs of the reference, nats, best in fp32",
 ]
 PairLoss: TypeAlias = Annotated[
     torch.Tensor, "[pairs], loss per pair, or per completion, in the log-probs' dtype"

@@ -19,7 +19,8 @@ from ..spec import (
 )
 
 # log-probs, not probabilities: where their values are not read, nothing can tell
-NATS = "in nats, never above 0"
+IN_FP32 = "best in fp32: bf16 rounds a log-prob of -10 by up to 0.03, and a ratio by as much"
+NATS = f"in nats, never above 0, {IN_FP32}"
 LogProb: TypeAlias = Annotated[
     torch.Tensor, LOG_PROBS, f"Log-prob of the policy being trained, {NATS}"
 ]
@@ -38,6 +39,13 @@ OtherLogProb: TypeAlias = Annotated[torch.Tensor, LOG_PROBS, f"Log-prob to compa
 Advantages: TypeAlias = ConstantPerToken
 ValidTokens: TypeAlias = Annotated[TokenMask, "The tokens that count"]
 Clip: TypeAlias = Annotated[Pair, "(low, high) bounds the ratio r to [1 - low, 1 + high]"]
+SequenceClip: TypeAlias = Annotated[
+    Pair, "(low, high) bounds the ratio s of the sequence to [1 - low, 1 + high]"
+]
+ClipOfConvention: TypeAlias = Annotated[
+    Pair, "(low, high) bounds the ratio r as ``convention`` says, by default to [1 - low, 1 + high]"
+]
+LogClip: TypeAlias = Annotated[Pair, "(low, high) bounds log r to [-low, high]"]
 Level: TypeAlias = Annotated[
     Literal["token", "sequence"], "Whose ratio: the token's, or that of its sequence"
 ]

@@ -17,9 +17,10 @@ from .policy import CLIP, clipped_objective, expect_distances
 from .ratio import (
     LOG_RATIO_CLAMP,
     Advantages,
-    Clip,
+    LogClip,
     LogProb,
     OldLogProb,
+    SequenceClip,
     bounded,
     log_ratio,
     scaled,
@@ -63,7 +64,7 @@ def gspo(
     advantages: Advantages,
     old_log_prob: OldLogProb,
     sequences: Sequences,
-    clip: Clip = CLIP,
+    clip: SequenceClip = CLIP,
     dual_clip: Positive | None = None,
 ) -> TokenLoss:
     """Return the clipped objective of the sequence's ratio s = exp(mean of log r).
@@ -98,7 +99,7 @@ def gspo_length_weighted(
     advantages: Advantages,
     old_log_prob: OldLogProb,
     sequences: Sequences,
-    clip: Clip = CLIP,
+    clip: SequenceClip = CLIP,
 ) -> TokenLoss:
     """Return `gspo` as Fast-LLM weights it: A is averaged over its sequence, and each sequence
     counts once per token.
@@ -129,7 +130,7 @@ def gmpo(
     advantages: Advantages,
     old_log_prob: OldLogProb,
     sequences: Sequences,
-    clip: Clip = (0.4, 0.4),
+    clip: LogClip = (0.4, 0.4),
 ) -> TokenLoss:
     """Return -A R with R the geometric mean over the sequence of the clipped ratios, and A averaged
     over its sequence.
@@ -139,7 +140,7 @@ def gmpo(
     geometric mean of the weights.
 
     Args:
-        clip: (low, high) bounds log r to [-low, high], on the side where A would push it further.
+        clip: on the side where A would push it further.
 
     Examples:
         >>> l, old = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.0, -2.5, -2.5])

@@ -44,7 +44,9 @@ class Alias(NamedTuple):
     # a keyword
     of: str
     ours: str  # the value of the same place, or what to write
-    write: str = ""  # of values: what to write, if `ours` is no synonym of it
+    # of values: what to write, if `ours` is no synonym of it; of inputs: what to write where `ours`
+    # is needed
+    write: str = ""
 
 
 WRITTEN = (
@@ -311,7 +313,6 @@ WRITTEN = (
     Alias(SETS, "ours, vLLM", "vocab_statistics, linear_vocab_statistics", "sets=IdSets(..)"),
     Alias("ref_log_prob, ref_per_token_logps", "verl, TRL", "input", "'reference_log_prob'"),
     Alias("old_log_probs, old_per_token_logps", "verl, TRL", "input", "'old_log_prob'"),
-    Alias("rollout_log_probs, sampling_per_token_logps", "verl, TRL", "input", GENERATOR),
     Alias("rollout_weight", "ours", "input", "PolicyGradient(.., rollout_weight=True)"),
     Alias("teacher_logits", "many", "input", "'teacher': Teacher(teacher_logits)"),
     Alias("teacher_logits", "many", LOSSES, 'inputs={"teacher": Teacher({})}'),

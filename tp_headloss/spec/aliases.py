@@ -7,6 +7,9 @@ import difflib
 from collections.abc import Collection
 
 from .alias_table import WRITTEN, Alias
+from .alias_table_policies import WRITTEN_OF_POLICIES
+
+TABLE = (*WRITTEN, *WRITTEN_OF_POLICIES)
 
 # names of the arguments of `checked` and `described` functions
 KEYWORDS: dict[str, Collection[str]] = {}
@@ -41,7 +44,7 @@ def _one_by_one(alias: Alias) -> list[Alias]:
     return [alias._replace(name=name, ours=alias.ours.replace("{}", name)) for name in names]
 
 
-ALIASES = [alias for written in WRITTEN for alias in _one_by_one(written)]
+ALIASES = [alias for written in TABLE for alias in _one_by_one(written)]
 
 
 def synonym(value: str, names: Collection[str]) -> str:
@@ -67,7 +70,8 @@ def hint(value, names: Collection[str], of: str = "value") -> str:
     is_value = of == "value"
     for alias in ALIASES:
         is_meant = alias.name == value.lower() and alias.of == of
-        if is_meant and (not is_value or alias.ours in names):
+        needs_ours = is_value or (of == "input" and alias.write)
+        if is_meant and (not needs_ours or alias.ours in names):
             ours = repr(alias.ours) if is_value else alias.ours
             return f": write {alias.write or ours}"
     spelled = {name.lower().replace("-", "_"): name for name in names}
@@ -78,7 +82,7 @@ def hint(value, names: Collection[str], of: str = "value") -> str:
 def rows() -> list[str]:
     """Return the table as lines of a page."""
     out = ["| elsewhere | whose | here |", "|---|---|---|"]
-    for x in WRITTEN:
+    for x in TABLE:
         names = x.name.replace(", ", "`, `")
         is_synonym = x.of == "value" and not x.write
         ours = f"the same as `{x.ours}`" if is_synonym else f"`{x.write or x.ours}`"

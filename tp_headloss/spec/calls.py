@@ -32,6 +32,11 @@ class Arity(NamedTuple):
 TOO_MANY = Arity(frozenset({""}), frozenset())
 
 
+def names_of(parameters: Iterable[inspect.Parameter]) -> list[str]:
+    """Return the names by which a call gives arguments: the name of a parameter ** is none."""
+    return [x.name for x in parameters if x.kind != x.VAR_KEYWORD]
+
+
 def arities_of(parameters: Iterable[inspect.Parameter], more: Iterable[str] = ()) -> dict:
     """Return the `Arity` of a call by the number of its arguments by position.
 
@@ -74,7 +79,8 @@ def refuse_call(
         by_name = f": write {', '.join(rest)} for others" if rest else ""
         places = ", ".join(_own(filled)) or "no argument"
         extra = len(args) - most
-        raise TypeError(f"{owner} takes {places} by position, got {extra} more{by_name}")
+        said = _as_one_list(function, args) or by_name
+        raise TypeError(f"{owner} takes {places} by position, got {extra} more{said}")
     if twice := [name for name in filled if name in kwargs]:
         raise TypeError(f"{owner} must get {twice[0]} once, got it by position and by name")
     if missing := arities[len(args)].needed - kwargs.keys():
@@ -115,19 +121,25 @@ def _where_it_belongs(function, keyword: str) -> Iterator[str]:
                 yield text.format(keyword)
     for parameter, record in RECORDS.items():
         if keyword in KEYWORDS.get(record, ()):
-            yield from _in_a_record(name, f"{parameter}={record}({keyword}=..)", parameter)
+            written = f"{parameter}={record}({keyword}=..)"
+            yield from _in_a_record({name, result}, KEYWORDS[name], written, parameter)
     if name in INSTALLATIONS:
         for other in INSTALLATIONS:
             if keyword in KEYWORDS.get(other, ()):
                 yield f"{other}(model, {keyword}=..)"
 
 
-def _in_a_record(name: str, written: str, parameter: str) -> Iterator[str]:
+def _in_a_record(names: set, own: Iterable[str], written: str, parameter: str) -> Iterator[str]:
     """Yield where a record is written that has the keyword: in this call, or in another part of
-    it."""
-    if parameter in KEYWORDS[name]:
+    it.
+
+    Args:
+        names: of the function and of its result.
+        own: the function's arguments.
+    """
+    if parameter in own:
         yield written
-    elif name in PLACES:
+    elif names & OF_CALLS:
         for place, text in PLACES.items():
             if parameter in KEYWORDS[place]:
                 yield text.replace("{}=..", written)
@@ -144,6 +156,16 @@ def _what_there_is(function) -> str:
     in_order = [x for x in given if x in known]
     others = sorted({*known} - {*given})  # which the function hands on
     return f": it takes {', '.join(_own(in_order + others))}"
+
+
+def _as_one_list(function, args: tuple) -> str:
+    """Return what to write for the parts of an object that were given one after the other, "" for
+    other arguments."""
+    classes = getattr(function, "made_of", ())
+    parts = args[1:]  # after the object
+    is_of_parts = bool(classes) and all(isinstance(part, classes) for part in parts)
+    places = ", ".join([".."] * len(parts))
+    return f": write one list, {function.__qualname__}([{places}])" * is_of_parts
 
 
 def _own(names: list[str]) -> list[str]:

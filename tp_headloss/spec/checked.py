@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union
 import torch
 
 from .aliases import KEYWORDS, synonym
-from .calls import TOO_MANY, arities_of, refuse_call
+from .calls import TOO_MANY, arities_of, names_of, refuse_call
 from .lines import PLAIN, AnyOf, Instance, Line, OneOf
 from .tensor_line import Sizes, TensorLine
 
@@ -95,7 +95,7 @@ def described(function: F) -> F:
     parameters = inspect.signature(function).parameters
     lines = lines_of(function)
     handed_on = frozenset().union(*filter(None, _keywords_handed_on(parameters.values(), lines)))
-    KEYWORDS[function.__qualname__] = handed_on.union(parameters)
+    KEYWORDS[function.__qualname__] = handed_on.union(names_of(parameters.values()))
     arities = arities_of(parameters.values(), handed_on)
 
     @functools.wraps(function)
@@ -150,7 +150,7 @@ def _checking(function: Any, target: Any, key: str) -> Any:
     names = tuple(parameters)
     others = _keywords_handed_on(parameters.values(), _LINES[key])
     handed_on = frozenset().union(*filter(None, others))
-    KEYWORDS[function.__qualname__] = handed_on.union(names)
+    KEYWORDS[function.__qualname__] = handed_on.union(names_of(parameters.values()))
     arities = arities_of(parameters.values(), handed_on)
 
     @functools.wraps(target)

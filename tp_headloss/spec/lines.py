@@ -128,9 +128,11 @@ class IntLine:
 
 @dataclass(frozen=True)
 class OneOf:
-    """One of some names, or a flag. A dictionary of names may grow."""
+    """One of some names, or a flag. A dictionary of names may grow. hint: of the error for anything
+    but a string."""
 
     names: Collection[Any]
+    hint: str = ""
 
     @property
     def says(self) -> str:
@@ -143,10 +145,8 @@ class OneOf:
             if not isinstance(value, bool):
                 raise TypeError(f"{name} must be True or False, got {shown(value)}")
         elif not isinstance(value, str) or value not in self.names:
-            raise ValueError(
-                f"{name} must be one of {tuple(self.names)}, got "
-                f"{shown(value)}{hint(value, self.names)}"
-            )
+            said = hint(value, self.names) if isinstance(value, str) else self.hint
+            raise ValueError(f"{name} must be one of {tuple(self.names)}, got {shown(value)}{said}")
 
 
 @dataclass(frozen=True)

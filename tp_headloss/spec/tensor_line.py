@@ -170,6 +170,8 @@ class TensorLine:
     def _shape_hint(self, x, lead, expected) -> str:
         """Return what to pass in the place of a tensor of another shape, if that is likely."""
         if self.sharded == 0 and x.dim() == 2 and x.shape[0] == expected[0]:
+            if x.shape[0] == expected[1]:
+                return f": transposed? Pass its .t(), or hidden states [.., {x.shape[1]}]"
             return f": or pass hidden states [.., {x.shape[1]}]"
         if lead != expected or not lead:
             return ""

@@ -16,6 +16,9 @@ dtype); a label of -100 has log-prob 0, and a label outside of the vocabulary ha
 for the device.
 """
 
+from typing import TYPE_CHECKING
+
+from .. import refuse_other_names
 from .functions import (
     IGNORED_LABEL,
     LOWEST_TEMPERATURE,
@@ -31,3 +34,6 @@ __all__ = [
     "linear_cross_entropy",
     "logits_processor",
 ]
+
+if not TYPE_CHECKING:  # to which a module with it would have every name
+    __getattr__ = refuse_other_names(__name__, __all__)

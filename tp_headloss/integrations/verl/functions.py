@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
 from ...arguments.id_sets import IdSets
 from ...arguments.options import Options, Transform
 from ...call.statistics import vocab_statistics
+from ...call.subclasses import is_dtensor
 from ...linear_head import Linear, linear_vocab_statistics
 from ...ranks.groups import Group
 from ...ranks.shard import VocabShard
@@ -21,12 +22,15 @@ from ...spec import (
     CheckedBy,
     Floating,
     Ids,
+    Logits,
     NumberLine,
     Rows,
     Size,
     Temperature,
     TensorLine,
+    TokenWeight,
     checked,
+    described,
     sizes_of,
 )
 from ..rl_tokens import IGNORED_LABEL, UNREDUCED_HIDDEN_GRAD
@@ -79,31 +83,66 @@ def logits_processor(
         shard = VocabShard.from_group(group, vocab_size, padded_size)
     else:
         shard = VocabShard.from_boundaries(boundaries, vocab_size, group)
-    default = temperature
+    return LogitsProcessor(shard, entropy, sum_pi_squared, temperature, options).process
 
-    def process(logits, label, temperature=None, label_mask=None, sets=None):
-        temperature = default if temperature is None else temperature
+
+class LogitsProcessor(NamedTuple):
+    """Arguments of `logits_processor`, and the function that it returns."""
+
+    shard: VocabShard
+    entropy: bool
+    sum_pi_squared: bool
+    temperature: float
+    options: Options | None
+
+    @described
+    def process(
+        self,
+        logits: Logits,
+        label: Ids,
+        temperature: Temperature | None = None,
+        label_mask: TokenWeight | None = None,
+        sets: IdSets | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """Return the results by name, see `logits_processor`."""
+        temperature = self.temperature if temperature is None else temperature
         transform = Transform(temperature=_positive(temperature))
         IDS.check("label", label, {})
         if label_mask is not None:
             TOKEN_WEIGHT.check("label_mask", label_mask, sizes_of("label", label, label.shape))
             label = label.masked_fill(~label_mask.bool(), IGNORED_LABEL)
-        names = (
-            {"log_probs": "log_prob", "entropy": "entropy"}
-            if entropy
-            else {"log_probs": "log_prob"}
-        )
+        self._expect_padding(logits)
+        names = {"log_probs": "log_prob"}
+        if self.entropy:
+            names["entropy"] = "entropy"
         if sets is not None:
             names = {name: f"set_{statistic}" for name, statistic in names.items()}
-        if sum_pi_squared:
+        if self.sum_pi_squared:
             names["sum_pi_squared"] = "collision"
         want = tuple(statistic for statistic in names.values() if statistic != "log_prob")
         stats = vocab_statistics(
-            logits, label, shard=shard, want=want, transform=transform, sets=sets, options=options
+            logits,
+            label,
+            shard=self.shard,
+            want=want,
+            transform=transform,
+            sets=sets,
+            options=self.options,
         )
         return {name: getattr(stats, statistic) for name, statistic in names.items()}
 
-    return process
+    def _expect_padding(self, logits):
+        """Raise ValueError for more columns than the shard has."""
+        if not isinstance(logits, torch.Tensor) or is_dtensor(logits):
+            return
+        columns, shard = logits.shape[-1], self.shard
+        if columns > shard.width:
+            total = columns * shard.world_size
+            raise ValueError(
+                f"logits must have the {shard.width} columns of this rank, got {columns}: with "
+                f"padding, logits_processor(group, {shard.vocab_size}, padded_size={total}), or "
+                "boundaries= of uneven shards"
+            )
 
 
 @checked
