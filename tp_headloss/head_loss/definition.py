@@ -15,7 +15,7 @@ from ..engine.reductions import StatisticValue, SumsPlan
 from ..losses import policy_metrics
 from ..spec import EACH_TOKEN, LOG_PROBS, PER_TOKEN, Line, lines_within
 from ..spec.aliases import hint
-from ..spec.checks import is_number
+from ..spec.checks import is_function, is_number
 from ..spec.words import two_copies
 from ..statistics import (
     AT_IDS,
@@ -340,14 +340,14 @@ def _expect_all(name: str, given, kinds) -> tuple:
                 own = f"{part.statistic!r}"
                 said = f": wrap it, Term({own}, {part})" if kinds is Term else f": write {own}"
             # of this package
-            elif callable(part) and getattr(part, "__module__", "").startswith(f"{PACKAGE}."):
+            elif is_function(part) and getattr(part, "__module__", "").startswith(f"{PACKAGE}."):
                 called = getattr(part, "__name__", None)  # None: a module
                 said = (
                     f": call it, {called}(..)"
                     if called
                     else ": it is a whole loss, whose terms go here"
                 )
-            elif callable(part):
+            elif is_function(part):
                 own = getattr(part, "__name__", "name").replace("<lambda>", "name")
                 said = (
                     f": wrap it, Term({own!r}, function)"

@@ -86,6 +86,7 @@ class Term:
     inputs: InputNames = ()
     tokenwise: bool = False
     pointwise: bool = False
+    refuses_calls = True  # see `is_function`
 
     def __post_init__(self):
         refuse_dtensor("weight", self.weight)
@@ -97,6 +98,12 @@ class Term:
                 f"want={self.want}: weigh a token by its label with losses.label_weight"
             )
         _expect_arguments(f"term {self.name!r}", self.function, self.inputs)
+
+    def __call__(self, *_given, **_named):
+        raise TypeError(
+            f"a Term is a part of a HeadLoss, got a call of {self.name!r}: write "
+            "HeadLoss(term)(logits, labels)"
+        )
 
 
 @checked
@@ -119,6 +126,7 @@ class Metric:
     function: Annotated[Callable[..., dict[str, torch.Tensor]], Callables()]
     want: Want = ()
     inputs: InputNames = ()
+    refuses_calls = True  # see `is_function`
 
     def __post_init__(self):
         if isinstance(function := self.function, StatisticValue):
@@ -129,6 +137,12 @@ class Metric:
                 f"named ones metrics={name!r}"
             )
         _expect_arguments("metric", self.function, self.inputs)
+
+    def __call__(self, *_given, **_named):
+        raise TypeError(
+            "a Metric is a part of a HeadLoss, got a call of it: write "
+            "HeadLoss(metrics=metric)(logits, labels)"
+        )
 
 
 Terms: TypeAlias = Annotated[Sequence[Term] | Term, CheckedBy("`Term`s")]
@@ -151,8 +165,13 @@ METRICS: dict[str, StatisticValue] = {  # name -> the per-token value that is su
 
 @checked
 def TopKAccuracy(k: Size = 5) -> Metric:
-    """Share of tokens whose label is among the k largest logits, as "top5_accuracy" for k = 5. A
-    label outside of the vocabulary, whose loss is NaN, counts as none of them.
+    """Share of tokens whose label is among the k largest logits, as "top5_accuracy" for k = 5.
+
+    A token whose loss is NaN counts as wrong: one whose label is outside of the vocabulary, or whose
+    logits hold NaN or +inf, or nothing above -inf, whatever ids `topk_log_probs` has there.
+
+    Args:
+        k: at most the vocabulary's size, which the call knows: ValueError there for a larger one.
 
     Examples:
         >>> out = HeadLoss(metrics=TopKAccuracy(2))(
@@ -207,6 +226,10 @@ def _acceptance_rate(stats):
 
 
 def _topk_accuracy(k, stats):
+    if k > stats.vocab_size:
+        raise ValueError(
+            f"k of TopKAccuracy must be at most {stats.vocab_size}, the size of the vocabulary, got {k}"
+        )
     return {f"top{k}_accuracy": stats.rank <= k}
 
 

@@ -121,6 +121,11 @@ def is_number(value) -> TypeGuard[float]:
     return isinstance(value, (float, int, numbers.Real)) and not isinstance(value, bool)
 
 
+def is_function(value) -> bool:
+    """Return True for what can be called, but for a part of a loss, whose call is an error alone."""
+    return callable(value) and not getattr(type(value), "refuses_calls", False)
+
+
 def fits_fp32(number: float) -> bool:
     """Return True if a number other than 0, and its inverse, are normal numbers in fp32."""
     limits = torch.finfo(torch.float32)

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 
 from .aliases import hint
-from .checks import FP32_MAX, is_number
+from .checks import FP32_MAX, is_function, is_number
 from .tensor_line import Sizes, TensorLine, check_alike
 from .words import made_of_value, shown, two_copies, type_name, with_article
 
@@ -199,7 +199,7 @@ class Callables:
 
     def check(self, name: str, value: Any, sizes: Sizes):
         """Raise TypeError unless the value can be called and is no class."""
-        if not callable(value) or isinstance(value, type):
+        if not is_function(value) or isinstance(value, type):
             raise TypeError(f"{name} must be a function, got {shown(value)}")
 
 
@@ -241,7 +241,10 @@ class Names:
             said = f": write ({value!r},)" if isinstance(value, str) else ""
             raise TypeError(f"{name} must be a tuple of names, got {shown(value)}{said}")
         if self.known is not None and (unknown := set(value) - set(self.known())):
-            raise ValueError(f"{name} must be of {self.known()}, got {sorted(unknown)}{self.hint}")
+            said = hint(min(unknown), self.known(), "want")
+            raise ValueError(
+                f"{name} must be of {self.known()}, got {sorted(unknown)}{said}{self.hint}"
+            )
 
 
 @dataclass(frozen=True)
