@@ -4,6 +4,7 @@ once."""
 import time
 from dataclasses import replace
 from functools import partial
+from itertools import combinations
 from unittest import mock
 
 import numpy as np
@@ -75,6 +76,14 @@ class Call:
         return hl.topk_log_probs(
             self.x, shard=self.shard, options=self.options, **({"k": 3} | self.keywords)
         ).log_probs
+
+    def topk_of_hidden(self):
+        return hl.topk_log_probs(
+            self.hidden, 3, weight=self.weight, shard=self.shard, options=self.options
+        ).log_probs
+
+    def log_probs(self):
+        return hl.log_probs(self.x, self.labels, shard=self.shard, options=self.options).log_prob
 
     def draw(self):
         """Sampled ids; the log-probs and sets are made of them."""
@@ -394,6 +403,46 @@ def agreeing_run(group, device, method):
             shared_inputs(call)
         results.append(getattr(call, method)().detach().cpu())
     return results
+
+
+# of checks that exchange as well, which come after the agreement
+CHECKED = hl.Options(check=True, validate="full")
+PUBLIC = (
+    "statistics", "log_probs", "head", "linear_head", "linear_statistics", "topk",
+    "topk_of_hidden", "draw", "kept", "embed",
+)  # fmt: skip
+
+
+def checked_pair_run(group, device, pair, tokens):
+    """Each rank makes its own of two calls, of its own number of tokens."""
+    is_last = dist.get_rank(group) == dist.get_world_size(group) - 1
+    call, count = Call(group, device), tokens[is_last]
+    call.rewrite(
+        options=CHECKED,
+        labels=call.labels[:count],
+        hidden=call.hidden[:count],
+        x=call.x.detach()[:count].requires_grad_(),
+        draw=partial(draw_of, call, count),
+    )
+    return error_of(getattr(call, pair[is_last]))
+
+
+def draw_of(call, count):
+    positions = torch.arange(count, device=call.x.device)
+    call.keywords["positions"] = positions
+    return Call.draw(call)
+
+
+@pytest.mark.parametrize("pair", combinations(PUBLIC, 2), ids="-".join)
+def test_other_calls_of_checked_options_are_the_same_exception_on_all(pair):
+    first, last = on_ranks(2, checked_pair_run, pair, (N, N))
+    assert first == last and first.startswith("ValueError: ranks must agree on ")
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_other_tokens_of_checked_options_are_the_same_exception_on_all(name):
+    first, last = on_ranks(2, checked_pair_run, (name, name), (N, N - 2))
+    assert first == last and first.startswith("ValueError: ranks must agree on ")
 
 
 METHODS = "statistics", "head", "linear_head", "linear_statistics", "topk", "draw", "kept", "rows"

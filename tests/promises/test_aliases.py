@@ -47,7 +47,7 @@ from tp_headloss import (
 )
 from tp_headloss.spec import Instance, OneOf, lines_within
 from tp_headloss.spec.alias_table import HEAD
-from tp_headloss.spec.aliases import ALIASES, INSTALLATIONS, KEYWORDS, TABLE, rows, synonym
+from tp_headloss.spec.aliases import ALIASES, INSTALLATIONS, KEYWORDS, ROWS, rows, synonym
 from tp_headloss.spec.lines import AnyOf, TupleOf
 
 PAGE = Path(__file__).parents[2] / "docs" / "names.md"
@@ -62,13 +62,12 @@ CHOICES = [
 ]
 LOGITS, LABELS = torch.randn(2, 5, 11), torch.zeros(2, 5, dtype=torch.int64)
 MADE = HeadLoss()
+OF_VALUES = "value", "term", "metric", "input", "want"
 
 
 def of_kind(*kinds):
     found = [
-        alias
-        for alias in ALIASES
-        if (alias.of if alias.of in ("value", "term", "metric", "input") else "keyword") in kinds
+        alias for alias in ALIASES if (alias.of if alias.of in OF_VALUES else "keyword") in kinds
     ]
     return pytest.mark.parametrize("alias", found, ids=lambda a: f"{a.name}-{a.of}-{a.ours}")
 
@@ -95,6 +94,14 @@ def test_a_name_in_the_place_of_a_term_or_metric_is_refused_with_the_call(alias)
     given = {"terms" if alias.of == "term" else "metrics": [alias.name]}
     with pytest.raises((TypeError, ValueError), match=re.escape(f": write {alias.ours}")):
         HeadLoss(**given)
+
+
+@of_kind("want")
+def test_a_name_in_want_is_refused_with_what_to_write(alias):
+    with pytest.raises(ValueError, match=re.escape(f"{alias.name!r}]: write {alias.ours}")):
+        vocab_statistics(LOGITS, LABELS, want=(alias.name,))
+    with pytest.raises(ValueError, match=re.escape(f": write {alias.ours}")):
+        Term("mine", len, want=(alias.name,))
 
 
 @of_kind("input")
@@ -130,7 +137,7 @@ def test_what_is_to_be_written_exists():
 
 
 def test_the_page_is_the_table():
-    assert PAGE.read_text().rstrip().splitlines()[-len(TABLE) - 2 :] == rows()
+    assert PAGE.read_text().rstrip().splitlines()[-len(ROWS) - 2 :] == rows()
 
 
 def test_synonyms_are_our_names_wherever_they_are_written():

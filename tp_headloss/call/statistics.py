@@ -74,6 +74,10 @@ def vocab_statistics(
         total_weight: column weights w of ``total`` (class weights), not differentiable.
         ignore_index: label of tokens that are left out.
 
+    Returns:
+        `VocabStatistics` of tokens [..]. Those that ``want`` does not name are None, and so are
+        those of a label without labels: ``stats.rank == 1`` is False where nothing wanted "rank".
+
     Raises:
         TypeError, ValueError: arguments that do not fit together, from metadata alone and hence on
             every rank.

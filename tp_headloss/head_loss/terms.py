@@ -164,8 +164,13 @@ METRICS: dict[str, StatisticValue] = {  # name -> the per-token value that is su
 
 @checked
 def TopKAccuracy(k: Size = 5) -> Metric:
-    """Share of tokens whose label is among the k largest logits, as "top5_accuracy" for k = 5. A
-    label outside of the vocabulary, whose loss is NaN, counts as none of them.
+    """Share of tokens whose label is among the k largest logits, as "top5_accuracy" for k = 5.
+
+    A token whose loss is NaN counts as wrong: one whose label is outside of the vocabulary, or whose
+    logits hold NaN or +inf, or nothing above -inf, whatever ids `topk_log_probs` has there.
+
+    Args:
+        k: at most the vocabulary's size, which the call knows: ValueError there for a larger one.
 
     Examples:
         >>> out = HeadLoss(metrics=TopKAccuracy(2))(
@@ -220,6 +225,10 @@ def _acceptance_rate(stats):
 
 
 def _topk_accuracy(k, stats):
+    if k > stats.vocab_size:
+        raise ValueError(
+            f"k of TopKAccuracy must be at most {stats.vocab_size}, the size of the vocabulary, got {k}"
+        )
     return {f"top{k}_accuracy": stats.rank <= k}
 
 

@@ -62,6 +62,10 @@ def linear_vocab_statistics(
             `vocab_statistics`.
         teacher: as in `vocab_statistics`, or a `TeacherHead`.
 
+    Returns:
+        `VocabStatistics` of tokens [..], None where ``want`` does not name them, as in
+        `vocab_statistics`.
+
     Raises:
         TypeError, ValueError: the errors of `vocab_statistics`; a budget that is too small.
 

@@ -249,11 +249,11 @@ def _blocks(function, logits, rule, weight, shard, transform, options, **draw) -
             rule.expect_tokens(sizes, shard.vocab_size)
             if options.check:
                 rule.expect_in_range()
-        check_operands(states, weight, transform, shard, options)
         step = tokens_per_block(shard, states.device)
         parts = token_blocks(states, weight, transform, step)
         first = next(parts)
         _request(*first[1:], shard, options)
+    check_operands(states, weight, transform, shard, options)
     for here, x, block_transform in chain([first], parts):
         request = _request(x, block_transform, shard, options)
         positions = draw.get("positions", x.new_empty(0))

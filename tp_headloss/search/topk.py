@@ -25,8 +25,8 @@ from ..linear_head import Linear, linear_vocab_statistics
 from ..ranks.comm import gather_from_ranks
 from ..ranks.shard import VocabShard
 from ..spec import (
+    HIDDEN,
     LEAST,
-    TENSOR,
     Logits,
     NumberLine,
     Rows,
@@ -94,11 +94,13 @@ def topk_log_probs(
 
     Log-probs are normalised over all of the vocabulary: their exponentials sum to the share that
     the K entries have. Each is the fp32 difference z - lse, whose error is absolute: near 0 use
-    `log_probs` with the id as the label. To find greedy tokens compare ids, or take the rank 1 of
-    `vocab_statistics`. Equal logits come by ascending id, exactly, on every device. Nothing is
-    differentiated, and blocks of 2^22 logits bound the memory: on CPUs about 40 bytes for each
-    logit of a block, and from hidden states the block itself. A token with NaN or +inf in its
-    logits, or nothing above -inf, has NaN log-probs.
+    `log_probs` with the id as the label. Equal logits come by ascending id, exactly, on every
+    device. Nothing is differentiated, and blocks of 2^22 logits bound the memory: on CPUs about 40
+    bytes for each logit of a block, and from hidden states the block itself.
+
+    A token with NaN or +inf in its logits, or nothing above -inf, has NaN log-probs, and ids that
+    look like others and mean nothing; its argmax is -1 and its rank NaN. To find greedy tokens take
+    the rank 1 of `vocab_statistics`, or compare ids where ``lse.isfinite()``, never log-probs.
 
     Every rank of the group calls it, with arguments that are equal where they are not sharded, else
     results are undefined: ``Options(validate="full")`` finds it, and "checksums" hidden states as
@@ -155,7 +157,6 @@ def topk_log_probs(
                 "ids_dtype must be int64 or int32, and dtype float32, bfloat16, float16 or "
                 f"float64, which a TopKTeacher takes, got {ids_dtype} and {dtype}"
             )
-        check_operands(states, weight, transform, shard, options)
         if weight is None:
             request, *parts = _local_top(states, k, shard, transform, options)
             order = request.order
@@ -163,6 +164,7 @@ def topk_log_probs(
             request, *parts = _local_top_from_hidden(states, weight, k, shard, transform, options)
             # blocks are of tokens in their logical order
             order = TokenOrder(states, inplace=False, alone=False)
+    check_operands(states, weight, transform, shard, options)
     lse, keys, rest = _merge_ranks(request, *parts)
     keys = keys.sort(dim=1, descending=True).values
     values, ids = decode_keys(keys[:, :k])
@@ -183,7 +185,8 @@ def topk_log_probs(
 def check_operands(states, weight, transform: Transform, shard: VocabShard, options: Options):
     """Raise the ValueError of `Options.check`, equal on all ranks, for what makes log-probs NaN.
 
-    That is one more pass over the logits. states: logits, or with a weight hidden states.
+    That is one more pass over the logits, with the exchanges of a call of its own, so it comes after
+    the ranks have agreed. states: logits, or with a weight hidden states.
     """
     if not options.check:
         return
@@ -212,10 +215,10 @@ def local_operands(
         tokens, weight, transform = logits.hidden, logits.weight, logits.whole_transform
     else:
         tokens = logits
-    TENSOR.check("logits" if weight is None else "hidden states", tokens, {})
     if weight is None:
         states, shard = local_logits(tokens, shard)
     else:
+        HIDDEN.check("hidden states", tokens, {})
         states, weight, _, shard = local_head(tokens, weight, None, shard, "none")
         operand_dtype(states, weight)
     return states, weight, local_part(transform or NO_TRANSFORM, shard, tokens=tokens), shard

@@ -44,9 +44,8 @@ TENSOR = TensorLine("real numbers or bool", None)
 TOKENS = TensorLine("floating point")
 PER_TOKEN = TensorLine("real numbers", broadcasts=True)
 # which does not broadcast
-EACH_TOKEN = TensorLine(
-    "real numbers", per_token=": a number for each label, table[labels.clamp(min=0)]"
-)
+EACH_LABEL = ": a number for each label, in its shape, such as table[labels.clamp(min=0)]"
+EACH_TOKEN = TensorLine("real numbers", hint=EACH_LABEL, per_token=EACH_LABEL)
 NOT_SUMS = ": log-probs are per token, not summed over a sequence"
 LOG_PROBS = TensorLine("floating point", per_token=NOT_SUMS)
 CONSTANT_LOG_PROBS = TensorLine("floating point", detached=True, per_token=NOT_SUMS)

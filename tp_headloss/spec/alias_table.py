@@ -35,13 +35,14 @@ TEMPERATURES = "transform=Transform({}=..), of the call, or of a distillation Te
 class Alias(NamedTuple):
     """A name of somebody else's.
 
-    In `WRITTEN` it is several names, for which {} stands in what is to be written.
+    In `WRITTEN` it is several names, for which {} stands in what is to be written. A k in a name of
+    a metric or statistic is any number, which is written for (k).
     """
 
     name: str
     whose: str
-    # what it names here: "value", "term", "metric", "input", or the functions of which it would be
-    # a keyword
+    # what it names here: "value", "term", "metric", "input", "want", or the functions of which it
+    # would be a keyword
     of: str
     ours: str  # the value of the same place, or what to write
     # of values: what to write, if `ours` is no synonym of it; of inputs: what to write where `ours`
@@ -134,7 +135,6 @@ WRITTEN = (
     Alias("forward_kl, reverse_kl, jsd", "ours", "term", 'Distillation(1.0, "{}")'),
     Alias("clip_fraction, policy_metrics", "many", "metric", "PolicyMetrics(..)"),
     Alias("acc", "many", "metric", '"accuracy"'),
-    Alias("top5_accuracy, top5", "torchmetrics, many", "metric", "TopKAccuracy(5)"),
     Alias("loss", "many", "metric", 'out.means()["loss"], which every output has'),
     Alias(
         "z_loss",

@@ -4,12 +4,15 @@ A true synonym is taken where `checked` sees it; for every other name the error 
 """
 
 import difflib
+import itertools
+import re
 from collections.abc import Collection
 
+from .alias_statistics import OF_STATISTICS
 from .alias_table import WRITTEN, Alias
 from .alias_table_policies import WRITTEN_OF_POLICIES
 
-TABLE = (*WRITTEN, *WRITTEN_OF_POLICIES)
+ROWS = (*WRITTEN, *WRITTEN_OF_POLICIES, *OF_STATISTICS)
 
 # names of the arguments of `checked` and `described` functions
 KEYWORDS: dict[str, Collection[str]] = {}
@@ -24,6 +27,10 @@ MADE_BY = {
     "Sequences": "Sequences.from_mask(mask), .from_cu_seqlens(..) or .from_ids(..)",
     "VocabShard.from_group": "VocabShard.from_group(group, vocab_size), with None for one rank",
     "VocabShard.from_mesh": "VocabShard.from_mesh(mesh, vocab_size)",
+    "HeadLoss.forward": "HeadLoss(..)(logits, labels)",
+    "HeadLoss.linear": "HeadLoss(..).linear(hidden, weight, labels)",
+    "HeadLoss.explain": "HeadLoss(..).explain(logits, labels)",
+    "HeadLoss.explain_linear": "HeadLoss(..).explain_linear(hidden, weight, labels)",
 }
 # parameter -> the record that it takes, whose own arguments may be given in its place
 RECORDS = {
@@ -44,7 +51,7 @@ def _one_by_one(alias: Alias) -> list[Alias]:
     return [alias._replace(name=name, ours=alias.ours.replace("{}", name)) for name in names]
 
 
-ALIASES = [alias for written in TABLE for alias in _one_by_one(written)]
+ALIASES = [alias for written in ROWS for alias in _one_by_one(written)]
 
 
 def synonym(value: str, names: Collection[str]) -> str:
@@ -68,12 +75,16 @@ def hint(value, names: Collection[str], of: str = "value") -> str:
     if not isinstance(value, str):
         return ""
     is_value = of == "value"
-    for alias in ALIASES:
-        is_meant = alias.name == value.lower() and alias.of == of
+    number = re.search(r"\d+", value)
+    # of "top10" first the name itself, then "topk", of any number
+    spellings = (value.lower(), re.sub(r"\d+", "k", value.lower()))
+    for name, alias in itertools.product(spellings, ALIASES):
+        is_meant = alias.name == name and alias.of == of
         needs_ours = is_value or (of == "input" and alias.write)
         if is_meant and (not needs_ours or alias.ours in names):
             ours = repr(alias.ours) if is_value else alias.ours
-            return f": write {alias.write or ours}"
+            write = alias.write or ours
+            return f": write {write.replace('(k)', f'({number[0]})') if number else write}"
     spelled = {name.lower().replace("-", "_"): name for name in names}
     close = difflib.get_close_matches(value.lower().replace("-", "_"), spelled, 1, 0.75)
     return f": did you mean {spelled[close[0]]!r}?" if close else ""
@@ -82,7 +93,7 @@ def hint(value, names: Collection[str], of: str = "value") -> str:
 def rows() -> list[str]:
     """Return the table as lines of a page."""
     out = ["| elsewhere | whose | here |", "|---|---|---|"]
-    for x in TABLE:
+    for x in ROWS:
         names = x.name.replace(", ", "`, `")
         is_synonym = x.of == "value" and not x.write
         ours = f"the same as `{x.ours}`" if is_synonym else f"`{x.write or x.ours}`"
@@ -96,4 +107,6 @@ def _where(alias: Alias) -> str:
         return ""
     if alias.of in ("term", "metric", "input"):
         return f" as {alias.of}"
+    if alias.of == "want":
+        return " in want"
     return f"= of {alias.of}"

@@ -241,7 +241,10 @@ class Names:
             said = f": write ({value!r},)" if isinstance(value, str) else ""
             raise TypeError(f"{name} must be a tuple of names, got {shown(value)}{said}")
         if self.known is not None and (unknown := set(value) - set(self.known())):
-            raise ValueError(f"{name} must be of {self.known()}, got {sorted(unknown)}{self.hint}")
+            said = hint(min(unknown), self.known(), "want")
+            raise ValueError(
+                f"{name} must be of {self.known()}, got {sorted(unknown)}{said}{self.hint}"
+            )
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,11 @@ DTYPES: dict[str, Callable[[torch.dtype], bool]] = {
     "real numbers": lambda dtype: not dtype.is_complex and dtype != torch.bool,
 }
 
+# what an object in the place of a tensor may have: of columns or rows of the vocabulary, of hidden
+# states, and of values per token
+COLUMN_PARTS = "weight", "logits"
+HIDDEN_PARTS = "last_hidden_state", "hidden_states[-1], of a call with output_hidden_states=True"
+TOKEN_PARTS = "weight", "log_prob", "logits"
 CASTS = {"bool": ".bool()", "int64 or int32": ".long()", "real numbers": ".float()"}
 
 
@@ -94,9 +99,16 @@ class TensorLine:
         """Return what to pass in the place of an object that is no tensor."""
         if said := getattr(type(x), "remedy", ""):
             return said
-        for part in ("weight", "log_prob", "logits"):
-            if hasattr(x, part):
+        parts: tuple[str, ...] = TOKEN_PARTS
+        if self.sharded is not None:
+            parts = COLUMN_PARTS
+        elif "H" in (self.shape or ()):
+            parts = HIDDEN_PARTS
+        for part in parts:
+            if hasattr(x, part.partition("[")[0]):
                 return f": pass its .{part}"
+        if self.sharded is not None and hasattr(x, "log_prob"):
+            return ": its .log_prob is one number per token, not one per id of the vocabulary"
         return self.hint
 
     def _dtype_hint(self, x) -> str:
@@ -105,6 +117,9 @@ class TensorLine:
             return ": ids, not a mask (torch.where(mask, labels, -100), or mask.nonzero()[:, 0])"
         if self.kind in ("bool", "int64 or int32") and x.is_floating_point() and self.hint:
             return self.hint
+        is_weight = self.sharded == 0 and "H" in (self.shape or ())
+        if is_weight and DTYPES["int64 or int32"](x.dtype):
+            return ": are these labels? The weight [width, H] comes before them"
         has_cast = self.kind in CASTS and not x.is_complex()
         return f": pass its {CASTS[self.kind]}" if has_cast else ""
 
@@ -169,10 +184,14 @@ class TensorLine:
 
     def _shape_hint(self, x, lead, expected) -> str:
         """Return what to pass in the place of a tensor of another shape, if that is likely."""
-        if self.sharded == 0 and x.dim() == 2 and x.shape[0] == expected[0]:
-            if x.shape[0] == expected[1]:
-                return f": transposed? Pass its .t(), or hidden states [.., {x.shape[1]}]"
-            return f": or pass hidden states [.., {x.shape[1]}]"
+        is_vector = x.dim() == 2 and x.numel() == max(x.shape)
+        # of a size that is not known the last dimension's, maybe 1, is expected
+        if is_vector and not lead and len(expected) == 1 and expected[0] in (x.numel(), 1):
+            return f": pass its .reshape({x.numel()})"
+        if self.sharded == 0 and x.dim() == len(expected) == 2 and x.shape[0] == expected[0]:
+            # without a shard, as many rows as there are is right
+            transposed = " transposed? Pass its .t()," * (x.shape[0] == expected[1])
+            return f":{transposed} or pass hidden states [.., {x.shape[1]}]"
         if lead != expected or not lead:
             return ""
         sizes = ", ".join(map(str, lead))

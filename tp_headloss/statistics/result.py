@@ -19,8 +19,8 @@ OF_LABELS = {"log_prob", "target_logit", "labels", "valid"}  # statistics that l
 
 
 def without_arithmetic(results: type[Results]) -> type[Results]:
-    """Have arithmetic of a NamedTuple, of which + and * are a tuple's, say that one of its fields is
-    meant."""
+    """Have arithmetic of a NamedTuple, of which + and * are a tuple's, and float() of it, say that one
+    of its fields is meant."""
 
     def refuse(self, *_others):
         raise TypeError(
@@ -28,7 +28,8 @@ def without_arithmetic(results: type[Results]) -> type[Results]:
             f"one, such as .{results._fields[0]}"  # type: ignore[attr-defined] # pyright: ignore
         )
 
-    for name in ("add", "radd", "mul", "rmul", "sub", "rsub", "truediv", "rtruediv", "neg"):
+    names = "add", "radd", "mul", "rmul", "sub", "rsub", "truediv", "rtruediv", "neg", "float"
+    for name in names:
         setattr(results, f"__{name}__", refuse)
     if not hasattr(results, "__getattr__"):
         results.__getattr__ = _refuse_name  # type: ignore[attr-defined] # pyright: ignore
