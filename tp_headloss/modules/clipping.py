@@ -8,15 +8,23 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Annotated, Literal
 
 import torch
+import torch.distributed as dist
 
 from ..call.subclasses import is_dtensor
 from ..ranks.comm import gather_from_ranks, group_size
 from ..ranks.groups import Group, resolve_process_group
+from ..ranks.shard import is_of_other_ranks
 from ..spec import CheckedBy, NotNegative, Positive, checked
 from .marks import marked_group
 from .row_dtensors import is_over_group
 
 MISSING = "the number of trainable parameters without a gradient (all ranks make each backward)"
+UNMARKED = (
+    "the norm of the gradients of parameters that say nothing, which are taken for replicated "
+    "(parameter.tensor_model_parallel = True marks those that are sharded),"
+)
+# by which norms of replicated gradients may differ between ranks: rounding is far below it
+ROUNDING = 1e-3
 
 
 @checked
@@ -43,8 +51,9 @@ def clip_grad_norm_(
     Ranks pass parts of the same parameters in one order (no other pipeline stages).
 
     A collective call: all ranks of these groups make it, and not under ``if rank == 0``, or the
-    others wait. By small all-gathers they also compare the numbers of the call, and how many
-    trainable parameters have no gradient. What differs is a ValueError on CPUs; on GPUs, which are
+    others wait. By small all-gathers they also compare the numbers of the call, how many trainable
+    parameters have no gradient, and the norm of those that are replicated, which differs by more
+    than a thousandth where a sharded one is not marked. What differs is a ValueError on CPUs; on GPUs, which are
     not waited for, it makes norm and gradients NaN, and with ``error_if_nonfinite=True``, which
     waits, it is a ValueError, too. Where no parameter is sharded, nothing is exchanged or compared.
 
@@ -55,19 +64,24 @@ def clip_grad_norm_(
         norm_type: p of the p-norm, infinity included, also as "inf".
         error_if_nonfinite: RuntimeError if the norm is NaN or infinite; otherwise all gradients
             become NaN or 0.
-        tensor_parallel_group: of parameters with ``tensor_model_parallel = True``.
+        tensor_parallel_group: of parameters with ``tensor_model_parallel = True``: the ranks that
+            hold their other parts. Not ``dist.group.WORLD`` where that has data-parallel ranks,
+            too, nor the data-parallel group, with which the norm is another one: an error where a
+            `VocabShard` of other ranks exists, else silent. None will do without a process group,
+            and where the job has one rank.
 
     Returns:
         float64 scalar, the norm before clipping.
 
     Raises:
         TypeError, ValueError: a sharded parameter whose group is not known, a group of parameters
-            that do not say whether they are sharded, a group that was destroyed, a Partial
+            that do not say whether they are sharded, a group that is not that of a `VocabShard`
+            where there are some, a group that was destroyed, a Partial
             gradient, gradients in the place of parameters, or an iterator that yields nothing, as
             one does that was read before (an empty list has the norm 0). On all ranks of the
             groups that wait, with the gradients as they were: another ``max_norm``, ``norm_type``
-            or ``error_if_nonfinite`` on one rank, or fewer gradients, as of a rank that left out
-            its backward.
+            or ``error_if_nonfinite`` on one rank, fewer gradients, as of a rank that left out its
+            backward, or other replicated gradients.
 
     Examples:
         >>> weight = torch.nn.Parameter(torch.zeros(2))
@@ -80,6 +94,7 @@ def clip_grad_norm_(
         return torch.zeros((), dtype=torch.float64)
     _expect_no_gradients(distinct)
     _expect_marks(distinct, tensor_parallel_group)
+    _expect_group_of_shards(distinct, tensor_parallel_group)
     norm_type = float(norm_type)
     missing = 0
     device = None  # that of the first gradient, where norms are
@@ -101,12 +116,14 @@ def clip_grad_norm_(
             norm = torch.linalg.vector_norm(local, norm_type, dtype=torch.float64)
             parts.append(norm.to(device))
     total = _norm_over_groups(norms, norm_type)
-    numbers = {
+    numbers: dict[str, float | torch.Tensor] = {
         "max_norm": max_norm,
         "norm_type": norm_type,
         "error_if_nonfinite": error_if_nonfinite,
         MISSING: missing,
     }
+    replicated = norms.get((), [torch.zeros_like(total)])
+    numbers[UNMARKED] = torch.linalg.vector_norm(torch.stack(replicated), norm_type)
     total = _agreed_norm(total, norms, numbers, error_if_nonfinite)
     if error_if_nonfinite and not math.isfinite(total):
         raise RuntimeError(f"the norm of the gradients must be finite, got {float(total)}")
@@ -171,6 +188,26 @@ def _is_marked(p: torch.Tensor) -> bool:
     return any(hasattr(p, x) for x in ("tensor_model_parallel", "sharded_over", "placements"))
 
 
+def _expect_group_of_shards(parameters: Collection[torch.Tensor], group):
+    """Raise ValueError if the group is not one that shares a vocabulary, where there are some."""
+    if group is None or not any(map(_is_of_group, parameters)):
+        return
+    if is_of_other_ranks(group):
+        raise ValueError(
+            "tensor_parallel_group must be the ranks that hold the other parts of a parameter, as "
+            "those of a VocabShard do, got the ranks "
+            f"{dist.get_process_group_ranks(group)}, over which there is no VocabShard: pass "
+            "shard.group, not WORLD nor the data-parallel group; parameters over other ranks are "
+            "DTensors"
+        )
+
+
+def _is_of_group(p: torch.Tensor) -> bool:
+    """Return True for a parameter whose group the caller says."""
+    says_itself = is_dtensor(p) or hasattr(p, "sharded_over")
+    return getattr(p, "tensor_model_parallel", False) and not says_itself
+
+
 def _norm_over_groups(norms: dict[tuple[str, ...], list[torch.Tensor]], norm_type: float):
     """Return the norm of the whole model, a float64 scalar, from norms of this rank's parts.
 
@@ -189,19 +226,19 @@ def _norm_over_groups(norms: dict[tuple[str, ...], list[torch.Tensor]], norm_typ
 def _agreed_norm(
     total: torch.Tensor,
     norms: Collection[tuple[str, ...]],
-    numbers: dict[str, float],
+    numbers: dict[str, float | torch.Tensor],
     may_wait: bool,
 ) -> torch.Tensor:
     """Return the first rank's norm of the whole model on all ranks of all groups.
 
     It has the same bits everywhere, though replicated gradients may differ in the last one. Numbers
-    that must be equal travel with it: ValueError where they differ, or a norm of NaN where nobody
-    may wait for the GPU that knows it.
+    that must be equal, and last the norm of replicated gradients, travel with it: ValueError where
+    they differ, or a norm of NaN where nobody may wait for the GPU that knows it.
     """
     names = dict.fromkeys(itertools.chain(*norms))
     if not names:
         return total
-    own = torch.stack([total.new_full((), float(number)) for number in numbers.values()])
+    own = torch.stack([_scalar_like(total, number) for number in numbers.values()])
     sizes = [1, len(own), len(own)]
     packet = torch.cat([total.view(1), own, own])
     for name in names:
@@ -209,15 +246,25 @@ def _agreed_norm(
         norm, least, most = of_ranks.split(sizes, 1)
         packet = torch.cat([norm[0], least.amin(0), most.amax(0)])
     norm, least, most = packet.split(sizes)
+    is_equal = least == most
+    # not larger, so that NaN is equal to NaN: the norm says that itself
+    is_equal[-1] = ~(most[-1] - least[-1] > ROUNDING * most[-1])
     if packet.is_cuda and not may_wait:
-        return torch.where((least == most).all(), norm[0], torch.nan)
-    for what, low, high in zip(numbers, least.tolist(), most.tolist()):
-        if low != high:
+        return torch.where(is_equal.all(), norm[0], torch.nan)
+    found = zip(numbers, least.tolist(), most.tolist(), is_equal.tolist())
+    for what, low, high, are_alike in found:
+        if not are_alike:
             raise ValueError(
                 f"clip_grad_norm_ needs {what} equal on all ranks, got {low:g} on one and {high:g} "
                 "on another; nothing was scaled"
             )
     return norm[0]
+
+
+def _scalar_like(total: torch.Tensor, number: float | torch.Tensor) -> torch.Tensor:
+    if isinstance(number, torch.Tensor):
+        return number
+    return total.new_full((), float(number))
 
 
 def _sharded_over(p: torch.Tensor, gradient: torch.Tensor | None, group) -> tuple[str, ...]:
@@ -246,6 +293,8 @@ def _sharded_over(p: torch.Tensor, gradient: torch.Tensor | None, group) -> tupl
     if not getattr(p, "tensor_model_parallel", False):
         return ()
     if group is None:
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return ()  # one rank has the other parts, too
         raise ValueError(
             f"a parameter {list(p.shape)} has tensor_model_parallel=True: pass its group, "
             "tensor_parallel_group=.., got None"

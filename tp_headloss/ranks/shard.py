@@ -42,22 +42,38 @@ def has_vocab_shard(group_name: str) -> bool:
     """Return True if a VocabShard of this process group exists, or of another group of the same
     ranks, several of them."""
     group = resolve_process_group(group_name)
-    ranks = {*dist.get_process_group_ranks(group)}
+    if _is_shared(group):
+        gc.collect()  # a shard that only a reference cycle holds does not count
+    return _is_shared(group)
 
-    def has_same_ranks(shard: VocabShard) -> bool:
+
+def is_of_other_ranks(group: dist.ProcessGroup) -> bool:
+    """Return True if VocabShards over several ranks exist, and none of them over those of this
+    process group."""
+    if _is_shared(group) or not _live_shards():
+        return False
+    gc.collect()  # as above
+    return bool(_live_shards())
+
+
+def _is_shared(group: dist.ProcessGroup) -> bool:
+    """Return True if a VocabShard is of this process group, or of another one of its ranks."""
+    ranks = {*dist.get_process_group_ranks(group)}
+    for shard in list(_shared_shards.values()):
         if shard.group is group:
             return True
         is_known = len(ranks) == shard.world_size > 1 and is_live_group(
             shard.group, shard.group_name
         )
-        return is_known and ranks == {*dist.get_process_group_ranks(shard.group)}
+        if is_known and ranks == {*dist.get_process_group_ranks(shard.group)}:
+            return True
+    return False
 
-    def found():
-        return any(map(has_same_ranks, list(_shared_shards.values())))
 
-    if found():
-        gc.collect()  # a shard that only a reference cycle holds does not count
-    return found()
+def _live_shards() -> list[VocabShard]:
+    """Return the shards of several ranks whose process group is live."""
+    shards = list(_shared_shards.values())
+    return [shard for shard in shards if is_live_group(shard.group, shard.group_name)]
 
 
 def canonical_chunk_size(vocab_size: int) -> int:
