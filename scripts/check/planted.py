@@ -550,6 +550,7 @@ GROUPS = {
         ("modules/vocab_rows.py", "_own_rows", "return why, own", "return why, entry"),
         ("modules/vocab_rows.py", "_own_rows", "_like(own, given, shard)", "entry"),
         ("modules/vocab_rows.py", "_describe_rows", "own.requires_grad", "True"),
+        ("modules/vocab_rows.py", "VocabRows.__init__", "importlib.import_module('torch.distributed.tensor')", "pass"),
         ("modules/vocab_rows.py", "_describe_rows", "_expect_own_parameters(module, state, prefix)", "pass"),
         ("modules/vocab_rows.py", "_describe_rows", "saved_rows.say_what_is_not_covered()", "pass"),
     ],

@@ -5,6 +5,7 @@ It has their initialisation, and their state_dict.
 
 from __future__ import annotations
 
+import importlib
 import random
 from dataclasses import dataclass, replace
 from typing import Any
@@ -70,6 +71,9 @@ class VocabRows(nn.Module):
         weight=None,
     ):
         super().__init__()
+        if shard.world_size > 1:
+            # a second of import, without which torch.load refuses the DTensors of a state_dict
+            importlib.import_module("torch.distributed.tensor")
         self.hidden_size = hidden_size
         self.shard = shard
         rows = shard.width
