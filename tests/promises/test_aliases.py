@@ -64,11 +64,12 @@ LOGITS, LABELS = torch.randn(2, 5, 11), torch.zeros(2, 5, dtype=torch.int64)
 MADE = HeadLoss()
 
 
+NO_KEYWORDS = ("value", "term", "metric", "input", "package")
+
+
 def of_kind(*kinds):
     found = [
-        alias
-        for alias in ALIASES
-        if (alias.of if alias.of in ("value", "term", "metric", "input") else "keyword") in kinds
+        alias for alias in ALIASES if (alias.of if alias.of in NO_KEYWORDS else "keyword") in kinds
     ]
     return pytest.mark.parametrize("alias", found, ids=lambda a: f"{a.name}-{a.of}-{a.ours}")
 
@@ -101,6 +102,12 @@ def test_a_name_in_the_place_of_a_term_or_metric_is_refused_with_the_call(alias)
 def test_an_input_is_refused_with_what_to_write(alias):
     with pytest.raises(ValueError, match=re.escape(f"{alias.name!r}: write {alias.ours}")):
         HeadLoss(PolicyGradient())(LOGITS, LABELS, inputs={alias.name: LOGITS[..., 0]})
+
+
+@of_kind("package")
+def test_a_name_of_the_package_is_refused_with_what_to_write(alias):
+    with pytest.raises(AttributeError, match=re.escape(f"{alias.name!r}: write {alias.ours}")):
+        getattr(tp_headloss, alias.name)
 
 
 @of_kind("keyword")
@@ -449,6 +456,61 @@ MESSAGES = {
         lambda: topk_log_probs(LOGITS, 2, dim=1),
         "'dim': write logits.movedim(dim, -1): the vocabulary is the last dimension",
     ),
+    "a flag for a choice": (
+        lambda: Options(validate=True),
+        """got True: write validate="full\"""",
+    ),
+    "another flag for a choice": (lambda: Options(validate=False), "'checksums'), got False"),
+    "options in a dict": (
+        lambda: HeadLoss(options={"check": True, "inplace": True}),
+        "options must be an Options, got dict: write Options(check=.., inplace=..)",
+    ),
+    "a transform in a dict": (
+        lambda: log_probs(LOGITS, LABELS, transform={"temperature": 2.0}),
+        "transform must be a Transform, got dict: write Transform(temperature=..)",
+    ),
+    "text for bytes": (
+        lambda: Linear(budget="64MB"),
+        "budget must be a number, got '64MB': bytes, 64 << 20 for 64 MiB",
+    ),
+    "transposed labels": (
+        lambda: HeadLoss()(LOGITS, LABELS.T),
+        "labels must have shape [2, 5] of logits, got [5, 2]: transposed? Pass its .T",
+    ),
+    "labels by rows of flat logits": (
+        lambda: HeadLoss()(LOGITS.flatten(0, 1), LABELS),
+        "labels must have shape [10] of logits, got [2, 5]: pass its .reshape(10)",
+    ),
+    "labels and weight swapped": (
+        lambda: HeadLoss().linear(LOGITS, LABELS, LOGITS[0]),
+        "got torch.float32 (are labels and weight swapped?)",
+    ),
+    "labels and hidden states swapped": (
+        lambda: HeadLoss().linear(LABELS, LOGITS[0], LOGITS),
+        "got torch.float32 (are labels and hidden states swapped?)",
+    ),
+    "hidden states and weight swapped": (
+        lambda: HeadLoss().linear(LOGITS[0], LOGITS, LABELS),
+        "[*[2, 5], H] for these labels, got [5, 11] (are hidden states and weight swapped?)",
+    ),
+    "hidden states of another dtype": (
+        lambda: HeadLoss().linear(LOGITS.bfloat16(), LOGITS[0], LABELS),
+        "pass hidden.to(weight.dtype), or call under torch.autocast('cpu')",
+    ),
+    "hidden states that autocast does not convert": (
+        lambda: HeadLoss().linear(LOGITS.double(), LOGITS[0], LABELS),
+        "got torch.float64 and torch.float32: pass hidden.to(weight.dtype)",
+    ),
+    "labels of another ignore_index": (
+        lambda: HeadLoss(options=Options(check=True))(LOGITS, LABELS - 1),
+        "which no shard owns; 10 such tokens: is it ignored? Then ignore_index=-1",
+    ),
+    "labels of another ignore_index beside few valid tokens": (
+        lambda: HeadLoss(options=Options(check=True)).linear(
+            LOGITS, LOGITS[0], LABELS - 1, linear=Linear(max_valid_tokens=10)
+        ),
+        "got -1; 10 such tokens: is it ignored? Then ignore_index=-1",
+    ),
     "a number as term": (
         lambda: HeadLoss(0.1),
         "write CrossEntropy(label_smoothing=0.1) or ZLoss(",
@@ -571,7 +633,7 @@ ATTRIBUTES = {
         lambda: tp_headloss.cross_entropy,
         "'cross_entropy': tp_headloss.losses.cross_entropy",
     ),
-    "a name that is nearly ours": (lambda: tp_headloss.Headloss, "did you mean HeadLoss?"),
+    "a name that is nearly ours": (lambda: tp_headloss.Headloss, "did you mean 'HeadLoss'?"),
     "a metric that was not asked for": (
         lambda: HeadLoss()(LOGITS, LABELS).perplexity,
         "no 'perplexity': HeadLoss(.., metrics='perplexity') has it in out.means()",
@@ -605,6 +667,55 @@ ATTRIBUTES = {
         "no 'item': its loss is the tensor out.loss",
     ),
 }
+
+
+SHARD = VocabShard.from_group(None, 11)
+ATTRIBUTES |= {
+    "another's name of a shard's bound": (
+        lambda: SHARD.vocab_start_index,
+        "a VocabShard has no attribute 'vocab_start_index': write shard.start",
+    ),
+    "a shard's rank": (lambda: SHARD.rank, "'rank': write torch.distributed.get_rank(shard.group)"),
+    "a name that a shard does not have": (lambda: SHARD.xyz, "no attribute 'xyz'"),
+}
+# of a HeadLoss, which would not read them -> what to write
+ASSIGNED = {
+    "label_smoothing": (0.1, "HeadLoss(CrossEntropy(label_smoothing=0.1))"),
+    "class_weight": (LOGITS[0, 0], "HeadLoss(CrossEntropy(class_weight=..))"),
+    "shard": (SHARD, "HeadLoss(..)(.., shard=..), an argument of the call"),
+    "token_weight": (LOGITS, "HeadLoss(..)(.., token_weight=..), an argument of the call"),
+    "temperature": (0.7, "transform=Transform(temperature=..), of the call"),
+    "check": (True, "options=Options(check=..)"),
+    "budget": (1 << 20, "linear=Linear(budget=..)"),
+    "compile": (True, "HeadLoss(.., compile=..)"),
+    "dual_clip": (3.0, "HeadLoss(PolicyGradient(dual_clip=..), ..)"),
+}
+
+
+@pytest.mark.parametrize("name", ASSIGNED)
+def test_an_attribute_that_a_head_loss_would_not_read_is_refused_with_what_to_write(name):
+    value, write = ASSIGNED[name]
+    head = HeadLoss()
+    with pytest.raises(AttributeError, match=re.escape(f"{name!r}, so that setting")) as found:
+        setattr(head, name, value)
+    assert write in str(found.value) and name not in vars(head)
+
+
+def test_arguments_of_a_head_loss_and_what_hosts_put_into_modules_can_be_assigned():
+    class Own(HeadLoss):
+        """A subclass, which may read whatever it has."""
+
+        def __init__(self):
+            super().__init__()
+            self.shard = SHARD
+
+    head = HeadLoss()
+    head.reduction, head.ignore_index, head.options = "sum", -1, Options(check=True)
+    assert float(head(LOGITS, LABELS - 1).loss) == 0
+    head._own, head.weight, head.anything = 1, torch.nn.Linear(2, 2), 3
+    head.forward = head.forward  # as accelerate wraps it
+    assert head.train().training and head.weight.in_features == 2 and head.anything == 3
+    assert head(LOGITS, LABELS).loss > 0 and Own().shard is SHARD
 
 
 @pytest.mark.parametrize("name", ATTRIBUTES)

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import nn
 
 from ..arguments.linear import Linear
 from ..arguments.options import DEFAULTS, Options, Transform
@@ -39,6 +38,7 @@ from ..spec import (
     described,
 )
 from ..spec.checks import refuse_transforms
+from .attributes import OwnAttributes
 from .checks import Call, Inputs, check_call, local_arguments, replicated_facts
 from .definition import HeadLossDefinition, Reduction
 from .evaluation import checked_evaluation, compiled_evaluate, evaluate
@@ -72,7 +72,7 @@ def _argument(name: str, doc: str) -> property:
 
 
 @checked
-class HeadLoss(nn.Module):
+class HeadLoss(OwnAttributes):
     """Weighted terms over one set of statistics: one pass over the logits, one collective, one
     backward kernel.
 

@@ -72,7 +72,7 @@ class VocabRows(nn.Module):
     ):
         super().__init__()
         if shard.world_size > 1:
-            # a second of import, without which torch.load refuses the DTensors of a state_dict
+            # without it torch.load refuses the DTensors of a state_dict; its import takes seconds
             importlib.import_module("torch.distributed.tensor")
         self.hidden_size = hidden_size
         self.shard = shard

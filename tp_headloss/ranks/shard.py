@@ -31,6 +31,17 @@ from .groups import (
 CHUNKS = 8
 PADDING_UNIT = 128  # rows: what trainers pad each rank's part of a vocabulary to
 CHUNK_ALIGNMENT = 16  # elements: chunks start at vectorisable addresses
+# what others call the parts of a shard -> what to write
+OTHER_NAMES = {
+    "rank": "torch.distributed.get_rank(shard.group), 0 if that is None",
+    "size": "shard.width, this rank's columns, or shard.vocab_size, those of all ranks",
+    "tp_size": "shard.world_size",
+    "tp_rank": "torch.distributed.get_rank(shard.group), 0 if that is None",
+    "process_group": "shard.group",
+    "vocab_start_index": "shard.start",
+    "vocab_end_index": "shard.stop",
+    "end": "shard.stop",
+}
 
 
 # of several ranks, by id
@@ -191,6 +202,10 @@ class VocabShard:
         group = None if world_size == 1 else self.group
         fill(self, "group_name", "" if group is None else group.group_name)
         self._set_chunks(whole=world_size == 1)
+
+    def __getattr__(self, name: str):
+        said = f": write {OTHER_NAMES[name]}" if name in OTHER_NAMES else ""
+        raise AttributeError(f"a VocabShard has no attribute {name!r}{said}")
 
     def __deepcopy__(self, memo):
         return self  # immutable, and a process group cannot be copied

@@ -118,6 +118,7 @@ WRITTEN = (
     Alias("tail", "ours", "value", "forward_kl", 'TopKDistillation(.., support="tail")'),
     Alias("nla", "speculators", "value", "alpha"),
     Alias("lk_hybrid", "speculators", "value", "lambda"),
+    Alias("true", "many", "value", "full", 'validate="full"'),
     Alias("cross_entropy", "torch", "term", "CrossEntropy()"),
     Alias("z_loss", "Megatron", "term", "ZLoss(1e-4)"),
     Alias("entropy", "verl", "term", "Entropy(0.01)"),
@@ -197,6 +198,10 @@ WRITTEN = (
         "HeadLoss(.., reduction=..)",
     ),
     Alias("label_smoothing", "torch", "HeadLoss", "HeadLoss(CrossEntropy(label_smoothing=0.1))"),
+    Alias("class_weight, smoothing_formula", "ours", "HeadLoss", "HeadLoss(CrossEntropy({}=..))"),
+    Alias("divergence, temperature_squared", "ours", "HeadLoss", "HeadLoss(Distillation({}=..))"),
+    Alias("estimator", "ours", "HeadLoss", "a term, KLToReference({}=..)"),
+    Alias("clip, dual_clip, objective", "ours", "HeadLoss", "HeadLoss(PolicyGradient({}=..), ..)"),
     Alias(
         "lse_square_scale, z_loss_weight, z_loss_coeff, z_loss_coef",
         "flash-attention, Liger, many",
@@ -411,5 +416,21 @@ WRITTEN = (
     Alias("logits", "ours, 0.2.0", "Linear", "exact_logits=True for 'float32', else nothing"),
     Alias("engine", "ours, 0.2.0", "Linear", "exact_logits=True for 'epilogue', else nothing"),
     Alias("over", "ours, 0.2.0", "TopKDistillation", "support="),
+    Alias(
+        "CrossEntropyLoss, NLLLoss, VocabParallelCrossEntropy, vocab_parallel_cross_entropy, "
+        "ParallelCrossEntropy, FusedCrossEntropyLoss",
+        "torch, Megatron, flash-attention, many",
+        "package",
+        "HeadLoss(), and call it, HeadLoss()(logits, labels, shard=shard)",
+    ),
+    Alias(
+        "LigerFusedLinearCrossEntropyLoss, FusedLinearCrossEntropyLoss, linear_cross_entropy",
+        "Liger, fla, CCE",
+        "package",
+        "HeadLoss().linear(hidden, weight, labels, shard=shard)",
+    ),
+    Alias("LabelSmoothing", "many", "package", "CrossEntropy(label_smoothing=0.1), a term"),
+    Alias("KLDivLoss", "torch", "package", "Distillation(), a term"),
+    Alias("ColumnParallelLinear", "Megatron", "package", "VocabParallelHead(hidden_size, shard)"),
     Alias("reference_free", "TRL", "dpo", "reference_chosen and reference_rejected of 0"),
 )

@@ -66,7 +66,7 @@ def hint(value, names: Collection[str], of: str = "value") -> str:
         return ""
     is_value = of == "value"
     for alias in ALIASES:
-        is_meant = alias.name == value.lower() and alias.of == of
+        is_meant = alias.name.lower() == value.lower() and alias.of == of
         if is_meant and (not is_value or alias.ours in names):
             ours = repr(alias.ours) if is_value else alias.ours
             return f": write {alias.write or ours}"
@@ -92,4 +92,6 @@ def _where(alias: Alias) -> str:
         return ""
     if alias.of in ("term", "metric", "input"):
         return f" as {alias.of}"
+    if alias.of == "package":
+        return " of the package"
     return f"= of {alias.of}"

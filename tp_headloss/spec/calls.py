@@ -102,6 +102,19 @@ def refuse_keywords(function, unknown: Iterable[str], takes_others: bool):
         raise TypeError(f"{name}() got an unexpected keyword argument {keyword!r}{said}")
 
 
+def refuse_attribute(owner: type, name: str):
+    """Raise AttributeError for an attribute that objects of a class do not read, with what to write
+    instead. Names of which that is not known are not refused."""
+    is_read = isinstance(getattr(owner, name, None), property)
+    if is_read or owner.__qualname__ not in PLACES:
+        return
+    if write := next(_where_it_belongs(owner, name), None):
+        raise AttributeError(
+            f"a {owner.__qualname__} reads no attribute {name!r}, so that setting it would change "
+            f"nothing: write {write}"
+        )
+
+
 def _where_it_belongs(function, keyword: str) -> Iterator[str]:
     """Yield what to write for a keyword that a function does not take, the likeliest first."""
     name = function.__qualname__
