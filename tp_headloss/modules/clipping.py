@@ -8,12 +8,11 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Annotated, Literal
 
 import torch
-import torch.distributed as dist
 
 from ..call.subclasses import is_dtensor
-from ..ranks.comm import gather_from_ranks, group_size
+from ..ranks.comm import gather_from_ranks, group_size, job_size
 from ..ranks.groups import Group, resolve_process_group
-from ..ranks.shard import is_of_other_ranks
+from ..ranks.shard import refuse_group_of_other_ranks
 from ..spec import CheckedBy, NotNegative, Positive, checked
 from .marks import marked_group
 from .row_dtensors import is_over_group
@@ -94,7 +93,8 @@ def clip_grad_norm_(
         return torch.zeros((), dtype=torch.float64)
     _expect_no_gradients(distinct)
     _expect_marks(distinct, tensor_parallel_group)
-    _expect_group_of_shards(distinct, tensor_parallel_group)
+    if tensor_parallel_group is not None and any(map(_is_of_group, distinct)):
+        refuse_group_of_other_ranks("tensor_parallel_group", tensor_parallel_group)
     norm_type = float(norm_type)
     missing = 0
     device = None  # that of the first gradient, where norms are
@@ -188,20 +188,6 @@ def _is_marked(p: torch.Tensor) -> bool:
     return any(hasattr(p, x) for x in ("tensor_model_parallel", "sharded_over", "placements"))
 
 
-def _expect_group_of_shards(parameters: Collection[torch.Tensor], group):
-    """Raise ValueError if the group is not one that shares a vocabulary, where there are some."""
-    if group is None or not any(map(_is_of_group, parameters)):
-        return
-    if is_of_other_ranks(group):
-        raise ValueError(
-            "tensor_parallel_group must be the ranks that hold the other parts of a parameter, as "
-            "those of a VocabShard do, got the ranks "
-            f"{dist.get_process_group_ranks(group)}, over which there is no VocabShard: pass "
-            "shard.group, not WORLD nor the data-parallel group; parameters over other ranks are "
-            "DTensors"
-        )
-
-
 def _is_of_group(p: torch.Tensor) -> bool:
     """Return True for a parameter whose group the caller says."""
     says_itself = is_dtensor(p) or hasattr(p, "sharded_over")
@@ -293,7 +279,7 @@ def _sharded_over(p: torch.Tensor, gradient: torch.Tensor | None, group) -> tupl
     if not getattr(p, "tensor_model_parallel", False):
         return ()
     if group is None:
-        if not dist.is_initialized() or dist.get_world_size() == 1:
+        if job_size() == 1:
             return ()  # one rank has the other parts, too
         raise ValueError(
             f"a parameter {list(p.shape)} has tensor_model_parallel=True: pass its group, "

@@ -58,13 +58,19 @@ def has_vocab_shard(group_name: str) -> bool:
     return _is_shared(group)
 
 
-def is_of_other_ranks(group: dist.ProcessGroup) -> bool:
-    """Return True if VocabShards over several ranks exist, and none of them over those of this
+def refuse_group_of_other_ranks(name: str, group: dist.ProcessGroup):
+    """Raise ValueError if VocabShards over several ranks exist, and none of them over those of this
     process group."""
     if _is_shared(group) or not _live_shards():
-        return False
+        return
     gc.collect()  # as above
-    return bool(_live_shards())
+    if _live_shards():
+        raise ValueError(
+            f"{name} must be the ranks that hold the other parts of a parameter, as those of a "
+            f"VocabShard do, got the ranks {dist.get_process_group_ranks(group)}, over which there "
+            "is no VocabShard: pass shard.group, not WORLD nor the data-parallel group; parameters "
+            "over other ranks are DTensors"
+        )
 
 
 def _is_shared(group: dist.ProcessGroup) -> bool:
