@@ -707,7 +707,7 @@ def test_arguments_of_a_head_loss_and_what_hosts_put_into_modules_can_be_assigne
 
         def __init__(self):
             super().__init__()
-            self.shard = SHARD
+            self.shard, self.check = SHARD, True
 
     head = HeadLoss()
     head.reduction, head.ignore_index, head.options = "sum", -1, Options(check=True)
