@@ -1,7 +1,6 @@
 """The head loss of language models whose vocabulary is sharded over GPUs: one pass, one collective,
 one backward."""
 
-import difflib
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,6 +27,7 @@ from .ranks.comm import combine_metrics, reduce_metrics
 from .ranks.shard import VocabShard
 from .search.sampling import Sample, kept_ids, sample
 from .search.topk import TopK, topk_log_probs
+from .spec.aliases import hint
 from .statistics import VocabStatistics
 from .version import __version__ as __version__
 
@@ -74,6 +74,6 @@ if not TYPE_CHECKING:  # a type checker would believe that every name is there
             said = f": import {__name__}.integrations.megatron, say, each host's by itself"
         elif name in losses.__all__:
             said = f": {__name__}.losses.{name}"
-        elif close := difflib.get_close_matches(name, __all__, 1, 0.75):
-            said = f": did you mean {close[0]}?"
+        elif not name.startswith("_"):
+            said = hint(name, __all__, "package")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{said}")

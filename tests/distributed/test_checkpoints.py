@@ -7,6 +7,8 @@ file. A file that holds all rows is never refused."""
 import itertools
 import logging
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -176,6 +178,48 @@ def refused(group, device, folder):
 
 def test_a_refused_file_changes_nothing_and_a_live_state_of_another_cut_is_loaded(tmp_path):
     assert on_ranks(2, refused, str(tmp_path)) == [(True, True)] * 2
+
+
+RESUME = """
+import sys
+import torch
+import tp_headloss as hl
+
+rank, store, path = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+given = {"init_method": f"file://{store}", "rank": rank, "world_size": 2}
+torch.distributed.init_process_group("gloo", **given)
+shard = hl.VocabShard.from_group(torch.distributed.group.WORLD, 16)
+head = hl.VocabParallelHead(4, shard, init=hl.Init(1.0, seed=9))
+head.load_state_dict(torch.load(f"{path}/{rank}"))
+print(head.weight.sum().item())
+"""
+
+
+def saved_sum(group, device, folder):
+    """The sum of this rank's rows, which it saves in a file of its own."""
+    shard = hl.VocabShard.from_group(group, 16)
+    head = hl.VocabParallelHead(4, shard, init=hl.Init(1.0, seed=1))
+    torch.save(head.state_dict(), f"{folder}/{group.rank()}")
+    return head.weight.sum().item()
+
+
+def test_fresh_processes_load_what_each_rank_saved(tmp_path):
+    """They import nothing but the package, as a script that resumes does."""
+    sums = on_ranks(2, saved_sum, str(tmp_path))
+    command = [sys.executable, "-c", RESUME]
+    processes = [
+        subprocess.Popen(
+            [*command, str(rank), f"{tmp_path}/store", str(tmp_path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for process, expected in zip(processes, sums):
+        found, errors = process.communicate()
+        assert process.returncode == 0, errors[-2000:]
+        assert float(found) == pytest.approx(expected)
 
 
 def sharded_again(mesh, device):

@@ -288,13 +288,59 @@ def test_what_is_not_finite_is_an_error_if_that_is_asked_for():
     assert clip_grad_norm_(p, 1.0).isinf()
 
 
-def test_a_sharded_parameter_of_an_unknown_group_is_an_error():
-    p = torch.nn.Parameter(torch.zeros(2))
+def on_one_rank(group, device):
+    """The norm of a parameter that is sharded over a group, which nobody has to name here."""
+    p = torch.nn.Parameter(torch.zeros(2, device=device))
     p.tensor_model_parallel = True
-    with pytest.raises(
-        ValueError, match=r"tensor_model_parallel=True: pass its group, tensor_parallel_group"
-    ):
-        clip_grad_norm_(p, 1.0)
+    p.grad = torch.tensor([3.0, 4.0], device=device)
+    try:
+        return float(clip_grad_norm_([p], 1e9, tensor_parallel_group=None))
+    except ValueError as error:
+        return str(error)
+
+
+def test_one_rank_alone_has_all_parts_of_a_sharded_parameter():
+    assert on_one_rank(None, torch.device("cpu")) == 5.0, "without a process group"
+    assert on_ranks(1, on_one_rank) == [5.0]
+    said = "tensor_model_parallel=True: pass its group, tensor_parallel_group=.., got None"
+    assert all(said in found for found in on_ranks(2, on_one_rank))
+
+
+def of_another_group(group, device):
+    """Norms of a weight of the vocabulary's group, by the groups of the call, or their errors."""
+    mesh = mesh_of(device, group.size())
+    tp = mesh.get_group("tp")
+    p = torch.nn.Parameter(torch.zeros(2, device=device))
+    p.tensor_model_parallel = True
+    found = {}
+    for has_shard in (False, True):
+        shard = VocabShard.from_mesh(mesh, V, "tp") if has_shard else None
+        for name, given in {"tp": tp, "dp": mesh.get_group("dp"), "world": group}.items():
+            p.grad = torch.full_like(p, 1.0 + tp.rank())
+            try:
+                norm = clip_grad_norm_([p], 1e9, tensor_parallel_group=given)
+            except ValueError as error:
+                norm = str(error)
+            found[name, has_shard] = norm if isinstance(norm, str) else float(norm)
+        del shard
+    # a parameter that says its group itself does not need the caller's
+    model = Model(VocabShard.from_mesh(mesh, V, "tp", padded_size=PADDED), device).gradients()
+    model.head.weight.tensor_model_parallel = True
+    both = [
+        clip_grad_norm_(model.parameters(), 1e9, tensor_parallel_group=g) for g in (None, group)
+    ]
+    return found, both
+
+
+def test_a_group_whose_ranks_share_no_vocabulary_is_an_error_where_others_do():
+    for found, both in on_ranks(4, of_another_group):
+        right = 10**0.5
+        assert found["tp", False] == pytest.approx(right) == found["tp", True]
+        assert found["world", False] == pytest.approx(20**0.5), "nobody knows"
+        for name in ("world", "dp"):
+            assert "over which there is no VocabShard: pass shard.group" in found[name, True]
+        assert "got the ranks [0, 1, 2, 3]" in found["world", True]
+        assert torch.equal(*both)
 
 
 def unmarked(group, device):

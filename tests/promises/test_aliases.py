@@ -62,7 +62,8 @@ CHOICES = [
 ]
 LOGITS, LABELS = torch.randn(2, 5, 11), torch.zeros(2, 5, dtype=torch.int64)
 MADE = HeadLoss()
-OF_VALUES = "value", "term", "metric", "input", "want"
+# what is no keyword
+OF_VALUES = "value", "term", "metric", "input", "want", "package"
 
 
 def of_kind(*kinds):
@@ -112,6 +113,12 @@ def test_an_input_is_refused_with_what_to_write(alias):
         HeadLoss(PolicyGradient(), metrics=metrics)(
             LOGITS, LABELS, inputs={alias.name: LOGITS[..., 0]}
         )
+
+
+@of_kind("package")
+def test_a_name_of_the_package_is_refused_with_what_to_write(alias):
+    with pytest.raises(AttributeError, match=re.escape(f"{alias.name!r}: write {alias.ours}")):
+        getattr(tp_headloss, alias.name)
 
 
 @of_kind("keyword")
@@ -479,7 +486,7 @@ MESSAGES = {
     ),
     "a weight of hidden states that is transposed": (
         lambda: HeadLoss().linear(LOGITS, torch.zeros(LOGITS.shape[-1], 30), LABELS),
-        f"got [{LOGITS.shape[-1]}, 30]: transposed? Pass its .t(), or hidden states [.., 30]",
+        f"got [{LOGITS.shape[-1]}, 30]: transposed? Pass its .t(), or pass hidden states [.., 30]",
     ),
     "a teacher's head of another size": (
         lambda: HeadLoss(Distillation()).linear(
@@ -507,6 +514,61 @@ MESSAGES = {
     "another dimension": (
         lambda: topk_log_probs(LOGITS, 2, dim=1),
         "'dim': write logits.movedim(dim, -1): the vocabulary is the last dimension",
+    ),
+    "a flag for a choice": (
+        lambda: Options(validate=True),
+        """got True: write validate="full\"""",
+    ),
+    "another flag for a choice": (lambda: Options(validate=False), "'checksums'), got False"),
+    "options in a dict": (
+        lambda: HeadLoss(options={"check": True, "inplace": True}),
+        "options must be an Options, got dict: write Options(check=.., inplace=..)",
+    ),
+    "a transform in a dict": (
+        lambda: log_probs(LOGITS, LABELS, transform={"temperature": 2.0}),
+        "transform must be a Transform, got dict: write Transform(temperature=..)",
+    ),
+    "text for bytes": (
+        lambda: Linear(budget="64MB"),
+        "budget must be a number, got '64MB': bytes, 64 << 20 for 64 MiB",
+    ),
+    "transposed labels": (
+        lambda: HeadLoss()(LOGITS, LABELS.T),
+        "labels must have shape [2, 5] of logits, got [5, 2]: transposed? Pass its .T",
+    ),
+    "labels by rows of flat logits": (
+        lambda: HeadLoss()(LOGITS.flatten(0, 1), LABELS),
+        "labels must have shape [10] of logits, got [2, 5]: pass its .reshape(10)",
+    ),
+    "labels and weight swapped": (
+        lambda: HeadLoss().linear(LOGITS, LABELS, LOGITS[0]),
+        "got torch.float32 (are labels and weight swapped?)",
+    ),
+    "labels and hidden states swapped": (
+        lambda: HeadLoss().linear(LABELS, LOGITS[0], LOGITS),
+        "got torch.float32 (are labels and hidden states swapped?)",
+    ),
+    "hidden states and weight swapped": (
+        lambda: HeadLoss().linear(LOGITS[0], LOGITS, LABELS),
+        "[*[2, 5], H] for these labels, got [5, 11] (are hidden states and weight swapped?)",
+    ),
+    "hidden states of another dtype": (
+        lambda: HeadLoss().linear(LOGITS.bfloat16(), LOGITS[0], LABELS),
+        "pass hidden.to(weight.dtype), or call under torch.autocast('cpu')",
+    ),
+    "hidden states that autocast does not convert": (
+        lambda: HeadLoss().linear(LOGITS.double(), LOGITS[0], LABELS),
+        "got torch.float64 and torch.float32: pass hidden.to(weight.dtype)",
+    ),
+    "labels of another ignore_index": (
+        lambda: HeadLoss(options=Options(check=True))(LOGITS, LABELS - 1),
+        "which no shard owns; 10 such tokens: is it ignored? Then ignore_index=-1",
+    ),
+    "labels of another ignore_index beside few valid tokens": (
+        lambda: HeadLoss(options=Options(check=True)).linear(
+            LOGITS, LOGITS[0], LABELS - 1, linear=Linear(max_valid_tokens=10)
+        ),
+        "got -1; 10 such tokens: is it ignored? Then ignore_index=-1",
     ),
     "a number as term": (
         lambda: HeadLoss(0.1),
@@ -630,7 +692,7 @@ ATTRIBUTES = {
         lambda: tp_headloss.cross_entropy,
         "'cross_entropy': tp_headloss.losses.cross_entropy",
     ),
-    "a name that is nearly ours": (lambda: tp_headloss.Headloss, "did you mean HeadLoss?"),
+    "a name that is nearly ours": (lambda: tp_headloss.Headloss, "did you mean 'HeadLoss'?"),
     "a metric that was not asked for": (
         lambda: HeadLoss()(LOGITS, LABELS).perplexity,
         "no 'perplexity': HeadLoss(.., metrics='perplexity') has it in out.means()",

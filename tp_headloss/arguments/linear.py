@@ -15,6 +15,9 @@ from ..spec.checks import expect_number
 MIN_SWEEP_TOKENS = 512
 
 
+BYTES = NumberLine(
+    1, FP32_MAX, "a positive number of bytes", of_text=": bytes, 64 << 20 for 64 MiB"
+)
 Mode: TypeAlias = Literal["auto", "one_sweep", "recompute"]
 
 
@@ -98,7 +101,7 @@ class Linear:
     of_text = ": write Linear({!r})"
 
     mode: Mode = "auto"
-    budget: Annotated[int, NumberLine(1, FP32_MAX, "a positive number of bytes")] | None = None
+    budget: Annotated[int, BYTES] | None = None
     hidden_grad: HiddenGrad = "all_reduce"
     main_grad: bool = False
     upstream: (

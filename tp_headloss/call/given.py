@@ -32,6 +32,7 @@ from ..spec import (
 from ..spec.checks import expect_dense
 from ..statistics import known_statistics
 from .dtensor import local_head, local_logits, local_part
+from .subclasses import is_dtensor
 
 ALWAYS = ("lse", "log_prob", "target_logit", "valid")  # of every call's statistics
 # Lines of fields in a call, where the class says less
@@ -126,15 +127,11 @@ class Given(NamedTuple):
         if self.linear is None:
             logits, shard = local_logits(logits, self.shard)
         else:
+            if not any(map(is_dtensor, (hidden, weight, self.labels))):  # else sizes are of others
+                _expect_not_swapped(hidden, weight, self.labels, hidden_grad)
             hidden, weight, bias, shard = local_head(hidden, weight, bias, self.shard, hidden_grad)
             HIDDEN.check("hidden states", hidden, {})
-            tokens = getattr(self.labels, "shape", ())
-            are_swapped = hidden.shape[:-1] != tokens == weight.shape[:-1]
-            if are_swapped and hidden_grad != "reduce_scatter":
-                said = f"{list(hidden.shape)} (are hidden states and weight swapped?)"
-                raise ValueError(
-                    f"hidden states must be [*{list(tokens)}, H] for these labels, got {said}"
-                )
+            _expect_not_swapped(hidden, weight, self.labels, hidden_grad)
         local = partial(local_part, shard=shard, hidden_grad=hidden_grad, tokens=self.tokens)
         total_weight = local_part(self.total_weight, shard, name="total_weight", sharded=0)
         return Given(
@@ -158,6 +155,24 @@ class Given(NamedTuple):
     def facts(self) -> dict[str, Any]:
         """Arguments that ranks must agree on, by the names that `Agreement` reports."""
         return {name: x for name, x in self._asdict().items() if name != "shard" and x is not None}
+
+
+def _expect_not_swapped(hidden, weight, labels, hidden_grad: str):
+    """Raise TypeError or ValueError for two of them in each other's place; no tensors pass."""
+    if not all(isinstance(x, torch.Tensor) for x in (hidden, weight, labels)):
+        return
+    if labels.is_floating_point():
+        for name, x in {"weight": weight, "hidden states": hidden}.items():
+            if not x.is_floating_point():
+                raise TypeError(
+                    f"labels must be int64 or int32, got {labels.dtype} (are labels and {name} "
+                    "swapped?)"
+                )
+    tokens = labels.shape
+    are_swapped = hidden.shape[:-1] != tokens == weight.shape[:-1]
+    if are_swapped and hidden_grad != "reduce_scatter":
+        said = f"{list(hidden.shape)} (are hidden states and weight swapped?)"
+        raise ValueError(f"hidden states must be [*{list(tokens)}, H] for these labels, got {said}")
 
 
 LINES = lines_of(Given)

@@ -14,7 +14,7 @@ from ..engine.request import Request
 from ..engine.ways import Way, general
 from ..ranks.shard import VocabShard
 from ..spec import FLAG, Labels, Logits, TokenIds, TotalWeight, described
-from ..spec.checks import refuse_export, refuse_tokens, refuse_transforms
+from ..spec.checks import hint_of_label, refuse_export, refuse_tokens, refuse_transforms
 from ..statistics import MaybeNone, VocabStatistics, documented_fields, without_arithmetic
 from .agreement import Agreement
 from .compile import uncompiled_where_needed
@@ -243,7 +243,7 @@ def assembled(
 def _hint_alone(shard) -> str:
     """Return what to do about labels that nobody owns, where one rank owns the vocabulary alone."""
     if shard.group is None:
-        return ": are these logits one rank's columns? Then pass shard="
+        return ": are these logits one rank's columns? Then pass shard=, made with their group"
     return f": {shard.says_alone()}" if shard.world_size == 1 else ""
 
 
@@ -259,4 +259,7 @@ def _check_labels(labels, owners, valid, shard):
             f"{shard.vocab_size}), got {label}, which {why}"
         )
 
-    refuse_tokens(valid & (owners != 1), message, _hint_alone(shard))
+    def what_to_do(token: int) -> str:
+        return hint_of_label(int(labels.flatten()[token])) or _hint_alone(shard)
+
+    refuse_tokens(valid & (owners != 1), message, what_to_do)

@@ -56,7 +56,10 @@ class CausalLMLoss(nn.Module):
         it, are refused, except "num_bytes", which belongs to its label.
 
         Args:
-            labels: [.., S], unshifted.
+            labels: [.., S], unshifted. The last dimension is the sequence: rows that were flattened,
+            ``labels.flatten()``, are one of them, and each row's last position is scored against
+            the next row's first label, silently. Packed documents may be so, with
+            ``ignore_index`` at their first labels.
             token_weight: [.., S], each of its label, and moved with it.
             denominator: as in `HeadLoss.forward`, of the labels that count: not the first of each
                 row [S], which no position predicts. Count ``labels[..., 1:] != -100`` (or sum

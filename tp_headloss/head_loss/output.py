@@ -32,7 +32,9 @@ class HeadLossOutput(NamedTuple):
 
     Sums in `terms` and `metrics` are detached and run over valid tokens; `means()` makes means of
     them. `backward()` and arithmetic (``0.5 * out + other``, a tensor) are the loss's own,
-    ``float(out)`` and ``f"{out:.3f}"`` its value.
+    ``float(out)`` and ``f"{out:.3f}"`` its value. What takes tensors alone takes ``out.loss``:
+    ``scaler.scale(out.loss)`` of `torch.amp.GradScaler`, `torch.autograd.grad`, and the result of a
+    function under ``torch.utils.checkpoint.checkpoint(.., use_reentrant=True)``.
 
     Attributes:
         loss: scalar, or [..] for reduction="none"; fp32, and float64 for float64 logits.

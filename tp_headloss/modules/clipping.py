@@ -10,8 +10,9 @@ from typing import Annotated, Literal
 import torch
 
 from ..call.subclasses import is_dtensor
-from ..ranks.comm import gather_from_ranks, group_size
+from ..ranks.comm import gather_from_ranks, group_size, job_size
 from ..ranks.groups import Group, resolve_process_group
+from ..ranks.shard import refuse_group_of_other_ranks
 from ..spec import CheckedBy, NotNegative, Positive, checked
 from .marks import marked_group
 from .row_dtensors import is_over_group
@@ -55,14 +56,19 @@ def clip_grad_norm_(
         norm_type: p of the p-norm, infinity included, also as "inf".
         error_if_nonfinite: RuntimeError if the norm is NaN or infinite; otherwise all gradients
             become NaN or 0.
-        tensor_parallel_group: of parameters with ``tensor_model_parallel = True``.
+        tensor_parallel_group: of parameters with ``tensor_model_parallel = True``: the ranks that
+            hold their other parts. Not ``dist.group.WORLD`` where that has data-parallel ranks,
+            too, nor the data-parallel group, with which the norm is another one: an error where a
+            `VocabShard` of other ranks exists, else silent. None will do without a process group,
+            and where the job has one rank.
 
     Returns:
         float64 scalar, the norm before clipping.
 
     Raises:
         TypeError, ValueError: a sharded parameter whose group is not known, a group of parameters
-            that do not say whether they are sharded, a group that was destroyed, a Partial
+            that do not say whether they are sharded, a group that is not that of a `VocabShard`
+            where there are some, a group that was destroyed, a Partial
             gradient, gradients in the place of parameters, or an iterator that yields nothing, as
             one does that was read before (an empty list has the norm 0). On all ranks of the
             groups that wait, with the gradients as they were: another ``max_norm``, ``norm_type``
@@ -80,6 +86,8 @@ def clip_grad_norm_(
         return torch.zeros((), dtype=torch.float64)
     _expect_no_gradients(distinct)
     _expect_marks(distinct, tensor_parallel_group)
+    if tensor_parallel_group is not None and any(map(_is_of_group, distinct)):
+        refuse_group_of_other_ranks("tensor_parallel_group", tensor_parallel_group)
     norm_type = float(norm_type)
     missing = 0
     device = None  # that of the first gradient, where norms are
@@ -171,6 +179,12 @@ def _is_marked(p: torch.Tensor) -> bool:
     return any(hasattr(p, x) for x in ("tensor_model_parallel", "sharded_over", "placements"))
 
 
+def _is_of_group(p: torch.Tensor) -> bool:
+    """Return True for a parameter whose group the caller says."""
+    says_itself = is_dtensor(p) or hasattr(p, "sharded_over")
+    return getattr(p, "tensor_model_parallel", False) and not says_itself
+
+
 def _norm_over_groups(norms: dict[tuple[str, ...], list[torch.Tensor]], norm_type: float):
     """Return the norm of the whole model, a float64 scalar, from norms of this rank's parts.
 
@@ -246,6 +260,8 @@ def _sharded_over(p: torch.Tensor, gradient: torch.Tensor | None, group) -> tupl
     if not getattr(p, "tensor_model_parallel", False):
         return ()
     if group is None:
+        if job_size() == 1:
+            return ()  # one rank has the other parts, too
         raise ValueError(
             f"a parameter {list(p.shape)} has tensor_model_parallel=True: pass its group, "
             "tensor_parallel_group=.., got None"

@@ -5,6 +5,7 @@ It has their initialisation, and their state_dict.
 
 from __future__ import annotations
 
+import importlib
 import random
 from dataclasses import dataclass, replace
 from typing import Any
@@ -70,6 +71,9 @@ class VocabRows(nn.Module):
         weight=None,
     ):
         super().__init__()
+        if shard.world_size > 1:
+            # without it torch.load refuses the DTensors of a state_dict; its import takes seconds
+            importlib.import_module("torch.distributed.tensor")
         self.hidden_size = hidden_size
         self.shard = shard
         rows = shard.width

@@ -31,8 +31,6 @@ from .groups import (
 CHUNKS = 8
 PADDING_UNIT = 128  # rows: what trainers pad each rank's part of a vocabulary to
 CHUNK_ALIGNMENT = 16  # elements: chunks start at vectorisable addresses
-
-
 # of several ranks, by id
 _shared_shards: weakref.WeakValueDictionary[int, VocabShard] = weakref.WeakValueDictionary()
 
@@ -42,22 +40,47 @@ def has_vocab_shard(group_name: str) -> bool:
     """Return True if a VocabShard of this process group exists, or of another group of the same
     ranks, several of them."""
     group = resolve_process_group(group_name)
-    ranks = {*dist.get_process_group_ranks(group)}
+    if _is_shared(group):
+        gc.collect()  # a shard that only a reference cycle holds does not count
+    return _is_shared(group)
 
-    def has_same_ranks(shard: VocabShard) -> bool:
+
+def refuse_group_of_other_ranks(name: str, group: dist.ProcessGroup):
+    """Raise ValueError if VocabShards over several ranks exist, and this process group holds other
+    tokens: it is the whole job, or shares one rank alone with each shard's group."""
+    if _is_shared(group) or not _live_shards():
+        return
+    gc.collect()  # as above
+    ranks = {*dist.get_process_group_ranks(group)}
+    owners = [{*dist.get_process_group_ranks(shard.group)} for shard in _live_shards()]
+    is_of_data = all(len(ranks & own) < 2 for own in owners)
+    if owners and (is_of_data or len(ranks) == dist.get_world_size()):
+        raise ValueError(
+            f"{name} must be the ranks that hold the other parts of a parameter, as those of a "
+            f"VocabShard do, got the ranks {dist.get_process_group_ranks(group)}, over which there "
+            "is no VocabShard: pass shard.group, not WORLD nor the data-parallel group; parameters "
+            "over other ranks are DTensors"
+        )
+
+
+def _is_shared(group: dist.ProcessGroup) -> bool:
+    """Return True if a VocabShard is of this process group, or of another one of its ranks."""
+    ranks = {*dist.get_process_group_ranks(group)}
+    for shard in list(_shared_shards.values()):
         if shard.group is group:
             return True
         is_known = len(ranks) == shard.world_size > 1 and is_live_group(
             shard.group, shard.group_name
         )
-        return is_known and ranks == {*dist.get_process_group_ranks(shard.group)}
+        if is_known and ranks == {*dist.get_process_group_ranks(shard.group)}:
+            return True
+    return False
 
-    def found():
-        return any(map(has_same_ranks, list(_shared_shards.values())))
 
-    if found():
-        gc.collect()  # a shard that only a reference cycle holds does not count
-    return found()
+def _live_shards() -> list[VocabShard]:
+    """Return the shards of several ranks whose process group is live."""
+    shards = list(_shared_shards.values())
+    return [shard for shard in shards if is_live_group(shard.group, shard.group_name)]
 
 
 def canonical_chunk_size(vocab_size: int) -> int:

@@ -122,6 +122,7 @@ WRITTEN = (
     Alias("tail", "ours", "value", "forward_kl", 'TopKDistillation(.., support="tail")'),
     Alias("nla", "speculators", "value", "alpha"),
     Alias("lk_hybrid", "speculators", "value", "lambda"),
+    Alias("true", "many", "value", "full", 'validate="full"'),
     Alias("cross_entropy", "torch", "term", "CrossEntropy()"),
     Alias("z_loss", "Megatron", "term", "ZLoss(1e-4)"),
     Alias("entropy", "verl", "term", "Entropy(0.01)"),
@@ -157,54 +158,11 @@ WRITTEN = (
         'Metric(lambda stats, ids: {"mean_at": stats.log_probs_at.mean(-1)}, ("log_probs_at",), ("ids",))',
     ),
     Alias("acceptance_rate, accept_rate", "SpecForge, speculators", "metric", "AcceptanceRate()"),
-    Alias(
-        "epsilon, epsilon_high",
-        "TRL",
-        f"PolicyMetrics, {DISTANCES}",
-        "clip=(epsilon, epsilon_high)",
-    ),
-    Alias(
-        "epsilon, epsilon_high",
-        "TRL",
-        "PolicyGradient",
-        f"clip=(epsilon, epsilon_high), of 'cispo' {BOUND}",
-    ),
-    Alias("epsilon, epsilon_high", "TRL", "CISPO", BOUND),
-    Alias("delta", "TRL", DUAL, "dual_clip=delta"),
-    Alias(
-        "clip_ratio_low, clip_ratio_high", "verl", CLIPPED, "clip=(clip_ratio_low, clip_ratio_high)"
-    ),
-    Alias("clip_low, clip_high", "many", CLIPPED, "clip=(clip_low, clip_high)"),
-    Alias("clip_ratio_c", "verl", DUAL, "dual_clip=clip_ratio_c"),
-    Alias("clip_ratio, cliprange", "verl, TRL", CLIPPED, "clip=({}, {})"),
-    Alias(
-        "clip_eps, eps_clip, clip_range", "OpenRLHF, Stable-Baselines3", CLIPPED, "clip=({}, {})"
-    ),
-    Alias(KLS, "TRL, verl, RLlib", PRESETS, "kl={}"),
-    Alias(KLS, "TRL, verl, RLlib", "PolicyGradient, HeadLoss", "a term, KLToReference({})"),
-    Alias(KLS, "TRL, verl, RLlib", "KLToReference", "KLToReference({})"),
-    Alias(
-        "use_bias_correction_kl",
-        "TRL 1.16.0",
-        f"KLToReference, PolicyGradient, HeadLoss, {PRESETS}",
-        'HeadLoss([PolicyGradient(..), KLToReference(beta, "k3", importance_weight="old")], ..)',
-    ),
-    Alias(BONUSES, "verl, many", PRESETS, "entropy={}"),
-    Alias(BONUSES, "verl, many", "PolicyGradient, HeadLoss", "a term, Entropy({})"),
-    Alias(BONUSES, "verl, many", "Entropy", "Entropy({})"),
-    Alias(
-        "reduction, loss_agg_mode, loss_type",
-        "torch, verl, TRL",
-        PRESETS,
-        "HeadLoss(PolicyGradient(..), reduction=..), a preset has its own",
-    ),
-    Alias(
-        "loss_agg_mode, loss_type",
-        "verl, TRL",
-        "PolicyGradient, HeadLoss",
-        "HeadLoss(.., reduction=..)",
-    ),
     Alias("label_smoothing", "torch", "HeadLoss", "HeadLoss(CrossEntropy(label_smoothing=0.1))"),
+    Alias("class_weight, smoothing_formula", "ours", "HeadLoss", "HeadLoss(CrossEntropy({}=..))"),
+    Alias("divergence, temperature_squared", "ours", "HeadLoss", "HeadLoss(Distillation({}=..))"),
+    Alias("estimator", "ours", "HeadLoss", "a term, KLToReference({}=..)"),
+    Alias("clip, dual_clip, objective", "ours", "HeadLoss", "HeadLoss(PolicyGradient({}=..), ..)"),
     Alias(
         "lse_square_scale, z_loss_weight, z_loss_coeff, z_loss_coef",
         "flash-attention, Liger, many",
@@ -438,5 +396,21 @@ WRITTEN = (
     Alias("logits", "ours, 0.2.0", "Linear", "exact_logits=True for 'float32', else nothing"),
     Alias("engine", "ours, 0.2.0", "Linear", "exact_logits=True for 'epilogue', else nothing"),
     Alias("over", "ours, 0.2.0", "TopKDistillation", "support="),
+    Alias(
+        "CrossEntropyLoss, NLLLoss, VocabParallelCrossEntropy, vocab_parallel_cross_entropy, "
+        "ParallelCrossEntropy, FusedCrossEntropyLoss",
+        "torch, Megatron, flash-attention, many",
+        "package",
+        "HeadLoss(), and call it, HeadLoss()(logits, labels, shard=shard)",
+    ),
+    Alias(
+        "LigerFusedLinearCrossEntropyLoss, FusedLinearCrossEntropyLoss, linear_cross_entropy",
+        "Liger, fla, CCE",
+        "package",
+        "HeadLoss().linear(hidden, weight, labels, shard=shard)",
+    ),
+    Alias("LabelSmoothing", "many", "package", "CrossEntropy(label_smoothing=0.1), a term"),
+    Alias("KLDivLoss", "torch", "package", "Distillation(), a term"),
+    Alias("ColumnParallelLinear", "Megatron", "package", "VocabParallelHead(hidden_size, shard)"),
     Alias("reference_free", "TRL", "dpo", "reference_chosen and reference_rejected of 0"),
 )

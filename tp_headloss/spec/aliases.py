@@ -8,11 +8,11 @@ import itertools
 import re
 from collections.abc import Collection
 
+from .alias_policies import OF_POLICIES
 from .alias_statistics import OF_STATISTICS
 from .alias_table import WRITTEN, Alias
-from .alias_table_policies import WRITTEN_OF_POLICIES
 
-ROWS = (*WRITTEN, *WRITTEN_OF_POLICIES, *OF_STATISTICS)
+ROWS = (*WRITTEN, *OF_POLICIES, *OF_STATISTICS)
 
 # names of the arguments of `checked` and `described` functions
 KEYWORDS: dict[str, Collection[str]] = {}
@@ -79,7 +79,7 @@ def hint(value, names: Collection[str], of: str = "value") -> str:
     # of "top10" first the name itself, then "topk", of any number
     spellings = (value.lower(), re.sub(r"\d+", "k", value.lower()))
     for name, alias in itertools.product(spellings, ALIASES):
-        is_meant = alias.name == name and alias.of == of
+        is_meant = alias.name.lower() == name and alias.of == of
         needs_ours = is_value or (of == "input" and alias.write)
         if is_meant and (not needs_ours or alias.ours in names):
             ours = repr(alias.ours) if is_value else alias.ours
@@ -109,4 +109,6 @@ def _where(alias: Alias) -> str:
         return f" as {alias.of}"
     if alias.of == "want":
         return " in want"
+    if alias.of == "package":
+        return " of the package"
     return f"= of {alias.of}"

@@ -67,13 +67,24 @@ def refuse_batches(gradients):
             )
 
 
-def refuse_tokens(bad: torch.Tensor, message: Callable[[int], str], hint: str = ""):
+def refuse_tokens(
+    bad: torch.Tensor,
+    message: Callable[[int], str],
+    hint: str | Callable[[int], str] = "",
+):
     """Raise ValueError with message(flat index) about the first of the bad tokens [..], if any.
 
-    Waits for a GPU.
+    Waits for a GPU. hint: what to do, or a function of the flat index, too.
     """
     if len(tokens := bad.flatten().nonzero()):
-        raise ValueError(f"{message(int(tokens[0]))}; {len(tokens)} such tokens{hint}")
+        first = int(tokens[0])
+        said = hint if isinstance(hint, str) else hint(first)
+        raise ValueError(f"{message(first)}; {len(tokens)} such tokens{said}")
+
+
+def hint_of_label(label: int) -> str:
+    """Return what to write for a label that is no id, if it may be the caller's ignore_index."""
+    return f": is it ignored? Then ignore_index={label}" if label < 0 else ""
 
 
 def refuse_float_labels(x, labels):
@@ -105,9 +116,11 @@ def operand_dtype(hidden: torch.Tensor, weight: torch.Tensor, owner: str = "") -
     if is_autocast and torch.float64 not in (hidden.dtype, weight.dtype):
         return torch.get_autocast_dtype(kind)
     if hidden.dtype != weight.dtype:
+        autocast = f", or call under torch.autocast({kind!r})"
+        autocast *= torch.float64 not in (hidden.dtype, weight.dtype)
         raise TypeError(
             f"{owner}hidden states and weight must have one dtype, got {hidden.dtype} and "
-            f"{weight.dtype}"
+            f"{weight.dtype}: pass hidden.to(weight.dtype){autocast}"
         )
     return hidden.dtype
 

@@ -20,6 +20,7 @@ class NumberLine:
 
     Args:
         hint: of the error for one out of range.
+        of_text: of the error for a string.
         in_fp32: tensors in fp32 are compared with it, so that a finite number is one in fp32.
     """
 
@@ -28,11 +29,13 @@ class NumberLine:
     says: str = "a number"
     hint: str = ""
     in_fp32: bool = False
+    of_text: str = ""
 
     def check(self, name: str, value: Any, sizes: Sizes):
         """Raise TypeError for anything but a number, and ValueError for one out of range."""
         if not is_number(value):
-            raise TypeError(f"{name} must be a number, got {shown(value)}")
+            said = self.of_text if isinstance(value, str) else ""
+            raise TypeError(f"{name} must be a number, got {shown(value)}{said}")
         if not isinstance(value, int):  # which may be too large for a float
             value = float(value)  # NumPy would round the bounds to the value's type
         if not self.low <= value <= self.high:
@@ -145,7 +148,8 @@ class OneOf:
             if not isinstance(value, bool):
                 raise TypeError(f"{name} must be True or False, got {shown(value)}")
         elif not isinstance(value, str) or value not in self.names:
-            said = hint(value, self.names) if isinstance(value, str) else self.hint
+            meant = repr(value) if isinstance(value, bool) else value
+            said = hint(meant, self.names) if isinstance(meant, str) else self.hint
             raise ValueError(f"{name} must be one of {tuple(self.names)}, got {shown(value)}{said}")
 
 

@@ -196,9 +196,11 @@ class TensorLine:
             return ""
         sizes = ", ".join(map(str, lead))
         same = [n for n in x.shape if n != 1] == [n for n in lead if n != 1]
-        is_flat = x.dim() == 1 and len(x) == math.prod(lead)
+        is_flat = 1 in (x.dim(), len(lead)) and x.numel() == math.prod(lead)
         if same or is_flat:
             return f": pass its .reshape({sizes})"
+        if x.dim() == 2 and tuple(x.shape) == lead[::-1]:
+            return ": transposed? Pass its .T"
         if self.kind == "int64 or int32" and tuple(x.shape[:-1]) == lead:
             return (
                 ": several ids for each token are ids= of vocab_statistics(want=('log_probs_at',))"

@@ -2,6 +2,8 @@
 
 import torch
 
+from .aliases import KEYWORDS
+
 
 def shown(value, write: str = "") -> str:
     """Return a value for a message, which must be the same on all ranks: objects by their type.
@@ -31,11 +33,13 @@ def _kind(value) -> str:
 
 def made_of_value(kind: type, value) -> str:
     """Return what to write for a tensor, a string, a part or a list of parts in the place of an
-    object of this class, "" where the class does not say it."""
+    object of this class, "" where the class does not say it; and for a dict of its arguments."""
     if isinstance(value, torch.Tensor):
         return getattr(kind, "of_tensor", "")
     if isinstance(value, str):
         return getattr(kind, "of_text", "").format(value)
+    if isinstance(value, dict) and value.keys() <= {*KEYWORDS.get(kind.__qualname__, ())}:
+        return f": write {kind.__name__}({', '.join(f'{name}=..' for name in value)})"
     parts = value if isinstance(value, (list, tuple)) and value else [value]
     classes = getattr(kind, "made_of", ())
     is_made_of_it = all(isinstance(part, classes) for part in parts)

@@ -1,8 +1,55 @@
 """More of the table of names elsewhere: those of policy optimisation."""
 
-from .alias_table import GENERATOR, Alias
+from .alias_table import BONUSES, BOUND, CLIPPED, DISTANCES, DUAL, GENERATOR, KLS, PRESETS, Alias
 
-WRITTEN_OF_POLICIES = (
+OF_POLICIES = (
+    Alias(
+        "epsilon, epsilon_high",
+        "TRL",
+        f"PolicyMetrics, {DISTANCES}",
+        "clip=(epsilon, epsilon_high)",
+    ),
+    Alias(
+        "epsilon, epsilon_high",
+        "TRL",
+        "PolicyGradient",
+        f"clip=(epsilon, epsilon_high), of 'cispo' {BOUND}",
+    ),
+    Alias("epsilon, epsilon_high", "TRL", "CISPO", BOUND),
+    Alias("delta", "TRL", DUAL, "dual_clip=delta"),
+    Alias(
+        "clip_ratio_low, clip_ratio_high", "verl", CLIPPED, "clip=(clip_ratio_low, clip_ratio_high)"
+    ),
+    Alias("clip_low, clip_high", "many", CLIPPED, "clip=(clip_low, clip_high)"),
+    Alias("clip_ratio_c", "verl", DUAL, "dual_clip=clip_ratio_c"),
+    Alias("clip_ratio, cliprange", "verl, TRL", CLIPPED, "clip=({}, {})"),
+    Alias(
+        "clip_eps, eps_clip, clip_range", "OpenRLHF, Stable-Baselines3", CLIPPED, "clip=({}, {})"
+    ),
+    Alias(KLS, "TRL, verl, RLlib", PRESETS, "kl={}"),
+    Alias(KLS, "TRL, verl, RLlib", "PolicyGradient, HeadLoss", "a term, KLToReference({})"),
+    Alias(KLS, "TRL, verl, RLlib", "KLToReference", "KLToReference({})"),
+    Alias(
+        "use_bias_correction_kl",
+        "TRL 1.16.0",
+        f"KLToReference, PolicyGradient, HeadLoss, {PRESETS}",
+        'HeadLoss([PolicyGradient(..), KLToReference(beta, "k3", importance_weight="old")], ..)',
+    ),
+    Alias(BONUSES, "verl, many", PRESETS, "entropy={}"),
+    Alias(BONUSES, "verl, many", "PolicyGradient, HeadLoss", "a term, Entropy({})"),
+    Alias(BONUSES, "verl, many", "Entropy", "Entropy({})"),
+    Alias(
+        "reduction, loss_agg_mode, loss_type",
+        "torch, verl, TRL",
+        PRESETS,
+        "HeadLoss(PolicyGradient(..), reduction=..), a preset has its own",
+    ),
+    Alias(
+        "loss_agg_mode, loss_type",
+        "verl, TRL",
+        "PolicyGradient, HeadLoss",
+        "HeadLoss(.., reduction=..)",
+    ),
     Alias(
         "gspo_token, gspo-token",
         "the paper, TRL",
