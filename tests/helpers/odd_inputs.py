@@ -396,7 +396,7 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
             "boundaries that descend": refused("ValueError: boundaries must be 2 ascending ids from 0 to at least 64, got [64, 0]", lambda here: hl.VocabShard.from_boundaries([64, 0], V)),
             "a foreign group": refused("ValueError: this rank must be a member of group, got torch's GroupMember.NON_GROUP_MEMBER", cut=lambda group: hl.VocabShard.from_group(dist.GroupMember.NON_GROUP_MEMBER, V)),
         },
-        "options, statistics, terms, metrics and reductions that do not exist, or not together": {
+        "options, statistics, terms, metrics and reductions that do not exist, or not together; more entries than ids (`topk_log_probs`, `TopKAccuracy`)": {
             "unknown backend": refused("ValueError: backend must be one of ('torch', 'triton'), got 'cuda'", options={"backend": "cuda"}),
             "unknown transport": refused("ValueError: transport must be one of", options={"transport": "nvlink"}),
             "symmetric memory without Triton": refused("ValueError: transport='symm_mem' needs the triton backend on CUDA, got 'torch'", options={"transport": "symm_mem", "backend": "torch"}, local=True),

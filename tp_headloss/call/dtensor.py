@@ -15,7 +15,7 @@ import torch
 from ..arguments.id_sets import replaced
 from ..ranks.shard import VocabShard
 from ..spec import BIAS, HIDDEN, TENSOR, WEIGHT, Sizes
-from ..spec.checks import refuse_transforms
+from ..spec.checks import expect_dense, refuse_transforms
 from ..spec.words import two_copies
 from ..statistics import MaybeNone
 from .placements import (
@@ -61,7 +61,9 @@ def local_logits(logits: torch.Tensor, shard: VocabShard | None) -> tuple[torch.
         logits: DTensor [.., V] sharded on V, or this rank's plain tensor [.., width].
         shard: None takes it from the DTensor, or means the whole vocabulary for a plain tensor.
     """
-    TENSOR.check("logits", logits, {})
+    if not isinstance(logits, torch.Tensor):
+        TENSOR.check("logits", logits, {})  # which says what to pass
+    expect_dense("logits", logits)
     refuse_transforms()
     logits = plain("logits", logits)
     if not is_dtensor(logits):

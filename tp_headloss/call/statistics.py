@@ -228,7 +228,7 @@ def assembled(
         if labels is None:
             found["valid"] = torch.ones_like(found["lse"], dtype=torch.bool)
         else:
-            _check_labels(labels, found["owners"], found["valid"], request.shard)
+            _check_labels(labels, found["owners"], found["valid"], request)
         with torch.no_grad():
             expect_logits(request, found["valid"], have_own=not (operands or overwritten))
             expect_known(found, request, operands or {}, overwritten)
@@ -247,7 +247,9 @@ def _hint_alone(shard) -> str:
     return f": {shard.says_alone()}" if shard.world_size == 1 else ""
 
 
-def _check_labels(labels, owners, valid, shard):
+def _check_labels(labels, owners, valid, request):
+    shard, ignore_index = request.shard, request.facts.ignore_index
+
     def message(token: int) -> str:
         label = int(labels.flatten()[token])
         why = "ranks do not agree on"
@@ -260,6 +262,7 @@ def _check_labels(labels, owners, valid, shard):
         )
 
     def what_to_do(token: int) -> str:
-        return hint_of_label(int(labels.flatten()[token])) or _hint_alone(shard)
+        label = int(labels.flatten()[token])
+        return hint_of_label(label, ignore_index) or _hint_alone(shard)
 
     refuse_tokens(valid & (owners != 1), message, what_to_do)

@@ -38,7 +38,7 @@ def check_range(labels: torch.Tensor, ignore_index: int, vocab_size: int, group)
     refuse_tokens(
         of_ranks[:, 1].any(0) | differ,
         message,
-        lambda token: hint_of_label(int(labels.flatten()[token])),
+        lambda token: hint_of_label(int(labels.flatten()[token]), ignore_index),
     )
 
 

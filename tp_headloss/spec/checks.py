@@ -82,9 +82,10 @@ def refuse_tokens(
         raise ValueError(f"{message(first)}; {len(tokens)} such tokens{said}")
 
 
-def hint_of_label(label: int) -> str:
-    """Return what to write for a label that is no id, if it may be the caller's ignore_index."""
-    return f": is it ignored? Then ignore_index={label}" if label < 0 else ""
+def hint_of_label(label: int, ignore_index: int) -> str:
+    """Return what to write for a label that is no id, if the caller may mean that it is ignored."""
+    is_none = label < 0 and label != ignore_index
+    return f": is it ignored? Then ignore_index={label}" if is_none else ""
 
 
 def refuse_float_labels(x, labels):
