@@ -402,6 +402,11 @@ def refusals(group):
 
     refused(unused, "no loss came through", RuntimeError)
     assert "_postprocess" not in model.__dict__
+    installing("install on its ._orig_mod", TypeError, torch.compile(model))
+    with mock.patch.object(model.output_layer, "weight", None):
+        installing("must have share_embeddings_and_output_weights=True")
+    with mock.patch.object(model.output_layer, "sequence_parallel", True):
+        installing("sequence_parallel of the output layer and of the model's config must be equal")
     with mock.patch.object(
         language_module, "fused_vocab_parallel_cross_entropy", lambda *args: None
     ) as theirs:

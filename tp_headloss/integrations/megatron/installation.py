@@ -151,6 +151,11 @@ def _checked_model(model, fused):
             f"model must be one model chunk, got a {type(model).__name__} of {len(model)}: pass "
             "the chunk that has the output layer, model[-1] on the last pipeline stage"
         )
+    if hasattr(model, "_orig_mod"):
+        raise TypeError(
+            f"model must not be compiled before, got {type(model).__name__}: install on its "
+            "._orig_mod, and compile it afterwards"
+        )
     while not isinstance(model, LanguageModule) and isinstance(
         getattr(model, "module", None), torch.nn.Module
     ):
@@ -180,6 +185,11 @@ def _weight(model) -> torch.Tensor:
     """Return the weight [v/P, h] of a model's output layer, which may be that of its embedding."""
     if model.share_embeddings_and_output_weights:
         return model.shared_embedding_or_output_weight()
+    if model.output_layer.weight is None:
+        raise ValueError(
+            "an output layer without a weight of its own must have share_embeddings_and_output_"
+            "weights=True of its model, got False"
+        )
     return model.output_layer.weight
 
 
@@ -191,9 +201,16 @@ def _refuse_layer(model, fused: bool):
             "the model must have parallel_output=True, got False: its output layer gathers the "
             "logits of all ranks, for which Megatron's own loss is wrong"
         )
-    if fused:
-        refuse_options(model.config, layer)
-        refuse_ignored(layer)
+    if not fused:
+        return
+    refuse_options(model.config, layer)
+    refuse_ignored(layer)
+    of_layer, of_config = layer.sequence_parallel, model.config.sequence_parallel
+    if layer.tp_group.size() > 1 and of_layer != of_config:
+        raise ValueError(
+            "sequence_parallel of the output layer and of the model's config must be equal, got "
+            f"{of_layer} and {of_config}"
+        )
 
 
 def _fused_classes() -> tuple[type, ...]:
