@@ -45,7 +45,7 @@ TRL_CASES = (
     "refusals",
     "failures",
 )
-TRL_CASES += ("documented", "prompts")
+TRL_CASES += ("documented", "prompts", "heads_below", "of_a_trainer")
 
 
 def checked(host, case):

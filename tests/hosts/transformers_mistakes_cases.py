@@ -12,7 +12,13 @@ import torch.distributed as dist
 from cases import refused
 from peft import LoraConfig, get_peft_model
 from torch.nn import DataParallel
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForMaskedLM,
+    Trainer,
+    TrainingArguments,
+)
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers_cases import CONFIGS, OWN_PLAN, batch, config_of, models, set_loss_function
 
@@ -30,6 +36,7 @@ from tp_headloss import (
 from tp_headloss.integrations.replacement import replaced
 from tp_headloss.integrations.transformers import causal_lm_loss, colwise_plan, fuse_head
 from tp_headloss.integrations.transformers.model_parts import HEAD_ARGUMENTS
+from tp_headloss.integrations.transformers.words import OF_TRL
 from tp_headloss.integrations.trl import READ, fuse_log_probs
 from tp_headloss.spec.aliases import ALIASES
 
@@ -311,6 +318,14 @@ def words(group):
                     f"got the keyword {wrong!r}, which nothing reads: write labels=",
                     TypeError,
                 )
+        # the flag of TRL's head: without it the forward is the model's own, with another output
+        for wrong in misspelt(OF_TRL)[::3]:
+            refused(
+                partial(model, **batch(), **{wrong: True}),
+                f"got the keyword {wrong!r}, which nothing reads: write "
+                + ("fused_lm_head=" if name == "fuse_log_probs" else "nothing, because"),
+                TypeError,
+            )
         model.train()
         # words of the model and of nobody else stay theirs
         for known in ({"use_cache": False}, {"output_attentions": True}, {"of_nobody": 1}):
@@ -463,6 +478,23 @@ def unfit(group):
             before = dict(vars(model))
             refused(lambda i=install, m=model: i(m), said)
             assert vars(model) == before
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1}
+    masked = BertForMaskedLM(BertConfig(vocab_size=64, intermediate_size=32, **sizes))
+    refused(
+        lambda: fuse_head(masked), "a causal one, whose own loss is ForCausalLMLoss, got a Bert"
+    )
+    changed = plain()
+    changed.loss_function = lambda *args, **given: torch.zeros(())
+    for install in (fuse_head, fuse_log_probs):
+        refused(
+            lambda i=install: i(changed),
+            "from transformers.loss.loss_utils import ForCausalLMLoss; model.loss_function = For",
+        )
+        refused(
+            lambda i=install: i(torch.compile(plain())),
+            "torch.compile: compiled._orig_mod",
+            TypeError,
+        )
     refused(
         lambda: fuse_log_probs(plain(), transform=Transform(temperature=0.5)),
         "write fuse_log_probs(model, temperature=0.5)",

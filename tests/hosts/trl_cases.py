@@ -3,6 +3,8 @@ which gathers it.
 
 Cases of transformers_cases.py, which begins by importing transformers."""
 
+import copy
+import functools
 from functools import partial
 
 import torch
@@ -14,11 +16,15 @@ from cases import (
     relative_errors,
 )
 from pages import marked_block
+from transformers import AutoModelForCausalLM
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers_cases import HEAD, Collectives, batch, config_of, models, saved, whole
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
-from tp_headloss import Linear
+from tp_headloss import Linear, Transform
 from tp_headloss.integrations.transformers import causal_lm_loss, fuse_head
+from tp_headloss.integrations.transformers.copies import ENTRIES
+from tp_headloss.integrations.transformers.forward import FUSED
 from tp_headloss.integrations.trl import fuse_log_probs
 
 VALUES = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits")
@@ -196,6 +202,71 @@ def refusals(group):
     return {}
 
 
+def heads_below(group):
+    """A head below that of a TRL trainer is an error, not a loss that nobody computes; what the
+    errors say to write takes it off."""
+    inputs = {**batch(), "fused_lm_head": True}
+    for install, name, write in (
+        (fuse_head, "FusedHead", "or for the HeadLoss a transformers.Trainer"),
+        (fuse_log_probs, "FusedLogProbs", "and fuse_log_probs(trainer.model)"),
+    ):
+        for wrap in (False, True):
+            model = AutoModelForCausalLM.from_config(config_of())
+            below, expected = install(model), f"a {name} lies below TRL's head"
+            if wrap:  # as accelerate does
+                inner = model.forward
+                model.forward = functools.wraps(inner)(lambda *args, **given: inner(*args, **given))  # noqa: B023
+                del model.forward.__dict__[FUSED]
+            add_fused_lm_head(model)
+            copied = copy.deepcopy(model)
+            for m in (model, copied):
+                for again in (fuse_head, fuse_log_probs):
+                    refused(lambda m=m, again=again: again(m), expected)
+                refused(lambda m=m: m(**inputs), write, RuntimeError)
+            refused(below.remove, "TRL: del model.forward) first", RuntimeError)
+            del model.forward
+            below.remove()
+            assert not {*ENTRIES} & {*vars(model)} and not model.model._forward_pre_hooks
+            del copied.forward  # which has no handle
+            for m in (model, copied):
+                add_fused_lm_head(m)
+                m(**inputs).loss.backward()
+                with fuse_log_probs(m) as fused:
+                    m(**inputs).loss.backward()
+                assert fused.calls == 1
+                assert not {*ENTRIES[1:]} & {*vars(m)} and not m.model._forward_pre_hooks
+    return {}
+
+
+def of_a_trainer(group):
+    """What a TRL trainer's model and its ref_model refuse says what to write."""
+    model = AutoModelForCausalLM.from_config(config_of())
+    add_fused_lm_head(model)
+    refused(
+        lambda: fuse_head(model),
+        "A HeadLoss needs a transformers.Trainer instead, and del model.forward takes TRL's off",
+    )
+    model.loss_function = causal_lm_loss(model)
+    assert model(**batch()).loss.isfinite()  # TRL's forward hands it on
+    refused(lambda: model(**batch(), fused_lm_head=True), "a trainer of TRL put a forward")
+    model.loss_function = ForCausalLMLoss
+    with fuse_log_probs(model) as fused:
+        model(**batch(), fused_lm_head=True)
+        assert "temperature=1.0, " in f"{fused}" and "called 1 times" in f"{fused}"
+        assert not hasattr(fused, "uses") and not hasattr(fused, "expect_use")
+    del model.forward
+    fuse_head(model)
+    refused(lambda: fuse_log_probs(None), "got None: this trainer has no ref_model", TypeError)
+    model = AutoModelForCausalLM.from_config(config_of())
+    for wrong in (float("inf"), 1e-50, 1e39):
+        refused(lambda x=wrong: fuse_log_probs(model, x), "positive and finite in fp32")
+    refused(
+        lambda: fuse_log_probs(model, 1e20, transform=Transform(scale=1e-30)),
+        "scale / temperature must be other than 0",
+    )
+    return {}
+
+
 def failures(group):
     """An exception at any step of an installation leaves the model as it was, TRL's own head in it
     or not."""
@@ -216,5 +287,6 @@ def documented(group):
 CASES = {
     **{f"trl-{kind}": partial(against_trl, kind=kind) for kind in KINDS},
     "trl-bf16": bf16, "trl-replaced": replaced, "trl-prompts": prompts, "trl-refusals": refusals,
-    "trl-failures": failures, "trl-documented": documented,
+    "trl-heads_below": heads_below, "trl-of_a_trainer": of_a_trainer, "trl-failures": failures,
+    "trl-documented": documented,
 }  # fmt: skip

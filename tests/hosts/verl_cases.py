@@ -485,7 +485,7 @@ def refusals(group):
         refused(install, "got ('self', 'logits', 'label')", Exception)
     with install() as installed:
         installed.place["cuda"] = host.MegatronEngineWithValueHead
-        refused(installed.remove, "must be the one that this installed, got <class", Exception)
+        refused(installed.remove, "must be the one that this installed, got verl.", Exception)
         installed.place["cuda"] = installed.engine_class
         installed.engine_class.calls = 1
     with install(options=Options(backend="torch")) as installed:

@@ -23,6 +23,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from tp_headloss import CrossEntropy, HeadLoss, ZLoss
 from tp_headloss.integrations import installed_version
 from tp_headloss.integrations.transformers import causal_lm_loss, fuse_head
+from tp_headloss.integrations.transformers.copies import ENTRIES
 
 V, Z = 128, 0.1
 SIZES = {
@@ -338,12 +339,70 @@ def outcome(adapter, way):
     return {}
 
 
+def taken_off(adapter, way):
+    """A copy, which nobody has a handle of, says how to take its head off. Then it has none, can be
+    copied, and gets another one."""
+    model = new_model()
+    installed = ADAPTERS[adapter](model)
+    copied = WAYS[way][0](model, installed)[0]
+    try:
+        fuse_head(copied)
+    except ValueError as error:
+        assert "del model.forward takes it off" in str(error), error
+    else:
+        raise AssertionError("two heads on one model")
+    fresh, replicated = copy.deepcopy(copied), copy.deepcopy(copied)
+    for m in (copied, fresh, replicated):
+        del m.forward
+    fuse_head(fresh).remove()
+    assert not {*ENTRIES} & {*vars(fresh)} and not fresh.model._forward_pre_hooks
+    replica = replicated._replicate_for_data_parallel()
+    again = pickled(copied, None)[0], copy.deepcopy(copied), replica
+    for m in (copied, *again[:2]):
+        assert abs(float(m(input_ids=IDS, labels=IDS).loss) / truth("none", state_of(m)) - 1) < 1e-5
+    assert all("__reduce_ex__" not in vars(m) for m in again)
+    for m in (copied, *again[:2]):
+        with fuse_head(m, head_loss()):
+            loss = float(m(input_ids=IDS, labels=IDS).loss)
+            assert abs(loss / truth("fuse_head", state_of(m)) - 1) < 1e-5
+        assert not {*ENTRIES} & {*vars(m)} and not m.model._forward_pre_hooks
+    return {}
+
+
+def replaced_and_removed(adapter):
+    """The error of a head that has something on top is short, and says what to do first."""
+    model = new_model()
+    installed = ADAPTERS[adapter](model)
+    stock = model.forward
+    model.forward = functools.partial(lambda model, **given: stock(**given), model)
+    try:
+        installed.remove()
+    except RuntimeError as error:
+        assert str(error).startswith("remove what was installed on top"), error
+        assert "got functools.partial" in str(error) and "Embedding" not in str(error), error
+    else:
+        raise AssertionError("what is on top was removed")
+    model.forward = stock
+    installed.remove()
+    return {}
+
+
 # To compile a model takes longer than all other ways together: once, with FULL each adapter.
 COMPILED = ADAPTERS if FULL else ["fuse_head"]
 CASES = {
     f"{adapter}, {way}": lambda group, adapter=adapter, way=way: outcome(adapter, way)
     for adapter, way in itertools.product(ADAPTERS, WAYS)
     if way != "compile" or adapter in COMPILED
+}
+CASES |= {
+    f"{adapter}, {way}, taken off": lambda group, adapter=adapter, way=way: taken_off(adapter, way)
+    for adapter, way in itertools.product(FUSED, ("deepcopy", "torch.save"))
+    if adapter in ADAPTERS
+}
+CASES |= {
+    f"{adapter}, replaced and removed": lambda group, adapter=adapter: replaced_and_removed(adapter)
+    for adapter in FUSED
+    if adapter in ADAPTERS
 }
 
 if __name__ == "__main__":

@@ -61,6 +61,22 @@ def test_parts_in_the_wrong_place_are_told_theirs(made, write):
         made()
 
 
+def test_weights_in_the_place_of_a_terms_own_are_told_theirs():
+    class_weight = (
+        r"weight must have shape \[\], got \[7\]: one per class is CrossEntropy\(class_weight"
+    )
+    for term in (hl.CrossEntropy, hl.ZLoss):
+        with pytest.raises(ValueError, match=class_weight):
+            term(weight=torch.rand(7))
+    assert hl.CrossEntropy(weight=torch.rand(())).weight.shape == ()
+
+
+def test_a_head_loss_in_the_place_of_a_trainers_function_says_what_to_write():
+    logits, labels = torch.zeros(2, 3, 7), torch.zeros(2, 3).long()
+    with pytest.raises(TypeError, match=r"compute_loss_func, fuse_head\(model, HeadLoss\(\.\.\)\)"):
+        hl.HeadLoss()(logits, labels, num_items_in_batch=6)
+
+
 def test_a_token_weight_wants_its_statistic_by_itself():
     weighed = hl.Term("a", lambda stats: -stats.log_prob, token_weight=hl.StatisticValue("entropy"))
     assert hl.HeadLoss(weighed).want == ("entropy",)

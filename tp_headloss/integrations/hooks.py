@@ -34,6 +34,17 @@ def is_from(function, *packages: str) -> bool:
     return f"{function.__module__}.".startswith(tuple(f"{package}." for package in packages))
 
 
+def location(function) -> str:
+    """Return file and line of a function's code, or the name of what has none."""
+    function = getattr(function, "__func__", function)
+    # the function's own names may be those that wraps() gave it
+    code = getattr(function, "__code__", None)
+    if code is None:
+        name = getattr(function, "__qualname__", type(function).__qualname__)
+        return f"{function.__module__}.{name}"
+    return f"{code.co_filename}, line {code.co_firstlineno}"
+
+
 def names_of(functions: Iterable[Any]) -> list[str]:
     """Return the names of functions, sorted, for an error that is equal on all ranks."""
     return sorted(

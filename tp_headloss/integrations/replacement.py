@@ -9,11 +9,15 @@ from typing import Any
 
 import torch
 
+from .hooks import location
+
 
 class Replacement:
     """Entries of a dict (methods of one model object, engines of a registry) that stand in the
     place of the host's own; `remove` puts those back. As a context manager it removes itself at the
     end of the block, and raises RuntimeError if it was removed before the block began.
+
+    `Counted` ones also say whether anything went through them.
 
     Attributes:
         entries: what was installed, by name; nothing after `remove`.
@@ -26,7 +30,6 @@ class Replacement:
         self.place, self.names = place, names
         self.entries: dict[str, Any] = {}
         self._before = {name: place[name] for name in names if name in place}
-        self._uses_before = 0
 
     def install(self, entries: Mapping[str, Any]):
         """Put entries of these names in place."""
@@ -44,37 +47,51 @@ class Replacement:
 
     def remove(self):
         """Put back what was in place before. RuntimeError if something else was installed on top of
-        this."""
+        this; where an entry was deleted, nothing is."""
         for name, entry in self.entries.items():
-            found = self.place.get(name)
+            found = self.place.get(name, entry)
             if found != entry:  # not by identity: accelerate puts an equal method back
                 raise RuntimeError(
-                    f"{name} must be the one that this installed, got {found}: remove "
-                    f"{self.on_top} first"
+                    f"remove {self.on_top} first: {name} must be the one that this installed, got "
+                    f"{location(found)}"
                 )
         if self.entries:
             self.undo()
-
-    def uses(self) -> int:
-        """Return how often something went through the entries, as far as they count it."""
-        return 0
-
-    def expect_use(self, uses: int):
-        """Raise RuntimeError if nothing went through the entries in a block that has ended.
-
-        uses: how often something did within the block.
-        """
 
     def __enter__(self):
         if not self.entries:
             raise RuntimeError(
                 "with needs what is installed, got what was removed already: install it anew"
             )
-        self._uses_before = self.uses()
         return self
 
     def __exit__(self, kind, *_):
         self.remove()
+
+
+class Counted(Replacement):
+    """Entries that count their uses: a block in which there was none ends in a RuntimeError."""
+
+    _uses_before = 0
+
+    def uses(self) -> int:
+        """Return how often something went through the entries."""
+        raise NotImplementedError
+
+    def expect_use(self, uses: int):
+        """Raise RuntimeError if nothing went through the entries in a block that has ended.
+
+        uses: how often something did within the block.
+        """
+        raise NotImplementedError
+
+    def __enter__(self):
+        super().__enter__()
+        self._uses_before = self.uses()
+        return self
+
+    def __exit__(self, kind, *_):
+        super().__exit__(kind)
         if kind is None:
             self.expect_use(self.uses() - self._uses_before)
 

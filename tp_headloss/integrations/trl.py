@@ -8,19 +8,19 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 import torch
+from torch import nn
 
 from ..arguments.options import Transform
 from ..head_loss import HeadLoss
 from ..linear_head import Linear, linear_vocab_statistics
 from ..ranks.shard import VocabShard
-from ..spec import POSITIVE, Names, NumberLine, checked
-from ..spec.words import type_name
+from ..spec import TINY, CheckedBy, Names, NumberLine, checked
+from ..spec.words import shown, type_name
 from . import require
 from .token_counts import agreed_count
 from .transformers.check import InstalledForward
-from .transformers.forward import named_arguments
+from .transformers.forward import head_below, is_of_trl, named_arguments, without_head_below
 from .transformers.model_facts import (
-    MaybeAdapted,
     call_shard,
     checked_linear,
     gathered_head,
@@ -29,7 +29,7 @@ from .transformers.model_facts import (
     without_wrapper,
 )
 from .transformers.model_parts import denominator_of, next_token_labels, refuse_columns
-from .transformers.words import refuse_unread
+from .transformers.words import OF_TRL, refuse_unread
 
 require("trl")
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head  # noqa: E402
@@ -44,7 +44,10 @@ OUTPUTS = {  # of TRL's head -> the statistics that it needs in want, and its va
 }
 SETTINGS = ("temperature", "cast_lm_head_to_fp32", "outputs")
 # keywords of a call that this head reads
-READ = ("labels", "shift_labels", "num_items_in_batch", "logits_to_keep", "return_dict")
+READ = (
+    *("labels", "shift_labels", "num_items_in_batch", "logits_to_keep", "return_dict"),
+    OF_TRL,
+)
 
 
 @dataclass(frozen=True)
@@ -61,10 +64,25 @@ class Temperature(NumberLine):
         super().check(name, value, sizes)
 
 
+def _expect_model(name, value):
+    """Raise TypeError for anything but a model, such as the None that a trainer without a ref_model
+    has in its place."""
+    if isinstance(value, nn.Module):
+        return
+    said = ""
+    if value is None:
+        said = (
+            ": this trainer has no ref_model (with PEFT, or where no KL penalty needs one), so "
+            "there is nothing to install"
+        )
+    raise TypeError(f"{name} must be a model, got {shown(value)}{said}")
+
+
 @checked
 def fuse_log_probs(
-    model: MaybeAdapted,
-    temperature: Annotated[float, Temperature(**vars(POSITIVE))] | None = None,
+    model: Annotated[nn.Module, CheckedBy("a model, or PEFT's wrapper of one", _expect_model)],
+    temperature: Annotated[float, Temperature(TINY, 1 / TINY, "positive and finite in fp32")]
+    | None = None,
     cast_lm_head_to_fp32: bool | None = None,
     outputs: Annotated[tuple[str, ...], Names(lambda: sorted(OUTPUTS))] | None = None,
     *,
@@ -100,10 +118,12 @@ def fuse_log_probs(
         transform: as in `transformers.fuse_head`, without the temperature.
 
     Raises:
-        TypeError, ValueError: as in `transformers.fuse_head`; an output that TRL's head does not have; an auxiliary
-            loss of a router; a temperature in the transform; a loss_function that TRL would not call. In a call:
-            keywords and ``num_items_in_batch`` as in `transformers.fuse_head`; labels that differ between ranks. In a
-            call without labels: logits of this rank's columns (`transformers.colwise_plan`).
+        TypeError, ValueError: as in `transformers.fuse_head`; None, as of a trainer without a
+            ref_model; an output that TRL's head does not have; a head of this package below TRL's;
+            an auxiliary loss of a router; a temperature in the transform; a loss_function that TRL
+            would not call. In a call: keywords and ``num_items_in_batch`` as in
+            `transformers.fuse_head`; labels that differ between ranks. In a call without labels:
+            logits of this rank's columns (`transformers.colwise_plan`).
     """
     model = without_wrapper(model)
     trl_forward, settings = _trl_forward_and_settings(model)
@@ -119,8 +139,7 @@ def fuse_log_probs(
 def _trl_forward_and_settings(model):
     """The forward that TRL installed on this model and its settings, or None and TRL's defaults."""
     own = vars(model).get("forward")
-    code = getattr(getattr(own, "__func__", None), "__code__", None)
-    if code is None or code.co_filename != add_fused_lm_head.__code__.co_filename:
+    if own is None or not is_of_trl(own):
         defaults = inspect.signature(add_fused_lm_head).parameters
         return None, {name: defaults[name].default for name in SETTINGS}
     closure = inspect.getclosurevars(own.__func__).nonlocals
@@ -129,7 +148,11 @@ def _trl_forward_and_settings(model):
 
 class FusedLogProbs(InstalledForward):
     """An installed head that returns TRL's output, see `fuse_log_probs`; a context manager that
-    removes itself."""
+    removes itself.
+
+    Attributes:
+        calls: how often this head has computed log-probs: 0 after a training that did not use it.
+    """
 
     def __init__(self, model, trl_forward, settings, linear, shard, transform):
         self.wanted = linear, settings
@@ -138,11 +161,16 @@ class FusedLogProbs(InstalledForward):
 
     def _checked_arguments(self):
         linear, settings = self.wanted
+        # which TRL's forward would drop without a word
+        if (name := head_below(self._before.get("forward"))) is not None:
+            raise ValueError(without_head_below(name))
         if self.transform.temperature != 1:
             raise ValueError(
                 "transform must have no temperature, which the trainer's own replaces, got "
                 f"{self.transform}: write fuse_log_probs(model, temperature={self.transform.temperature})"
             )
+        # which a scale may make too large or too small
+        replace(self.transform, temperature=settings["temperature"])
         linear = checked_linear(linear)
         self.wanted = linear, settings
         # at temperature 1 and of any number of tokens until the check has compared the loss with
@@ -151,16 +179,24 @@ class FusedLogProbs(InstalledForward):
         self.settings = {**settings, "temperature": 1.0}
         return {"linear": linear, **settings}
 
+    def __repr__(self) -> str:
+        ids, name = self.checked_shard.vocab_size, type(self.model).__name__
+        settings = ", ".join(f"{key}={value!r}" for key, value in self.settings.items())
+        return (
+            f"FusedLogProbs({name}, {ids} ids, {settings}), called {self.calls} times; remove() "
+            "undoes it"
+        )
+
     def _forward(self, model, args, kwargs):
         given = named_arguments(self.stock_forward, model, args, kwargs)
-        if not given.pop("fused_lm_head", False):
-            own = {name: x for name, x in kwargs.items() if name != "fused_lm_head"}
+        refuse_unread("fuse_log_probs", self.stock_forward, READ, given)
+        if not given.pop(OF_TRL, False):
+            own = {name: x for name, x in kwargs.items() if name != OF_TRL}
             outputs = self.stock_forward(model, *args, **own)
             if given.get("labels") is None:
                 refuse_columns(outputs, self.checked_shard)
             return outputs
         self.calls += 1
-        refuse_unread("fuse_log_probs", self.stock_forward, READ, given)
         given["use_cache"] = False
         hidden, layer = self._run_body(model, given).last_hidden_state, output_layer(model)
         labels = next_token_labels(

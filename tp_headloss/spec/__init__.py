@@ -108,7 +108,10 @@ TeacherTemperature: TypeAlias = (
     | Annotated[torch.Tensor, TensorLine("real numbers", None, constant=True)]
 )
 IN_FUNCTION = "; a factor that is trained belongs into the function of a Term of your own"
-WEIGHT = TensorLine("real numbers", (), constant=True, trained=IN_FUNCTION)
+OTHER_WEIGHTS = (
+    ": one per class is CrossEntropy(class_weight=..), one per token is token_weight= of the call"
+)
+WEIGHT = TensorLine("real numbers", (), constant=True, hint=OTHER_WEIGHTS, trained=IN_FUNCTION)
 Weight: TypeAlias = (
     Annotated[
         float, NumberLine(-FP32_MAX, FP32_MAX, "finite in fp32"), "Factor of the term in the loss"

@@ -282,7 +282,19 @@ WRITTEN = (
     ),
     Alias("teacher_hidden", "many", "input", "'teacher': TeacherHead({}, weight)"),
     Alias("beta, temperature, student_temperature", "ours", "input", "Teacher(.., {}=..)"),
-    Alias("num_items_in_batch", "Transformers", LOSSES, "denominator=num_items_in_batch"),
+    Alias(
+        "num_items_in_batch",
+        "Transformers",
+        "HeadLoss.linear, VocabParallelHead.forward",
+        "denominator=num_items_in_batch",
+    ),
+    Alias(
+        "num_items_in_batch",
+        "Transformers",
+        "HeadLoss.forward",
+        "denominator=num_items_in_batch; in the place of a Trainer's compute_loss_func, "
+        "fuse_head(model, HeadLoss(..))",
+    ),
     Alias("weight", "torch", "HeadLoss", "CrossEntropy(class_weight=..)"),
     Alias(
         "weight",

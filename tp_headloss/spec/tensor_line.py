@@ -49,7 +49,8 @@ class TensorLine:
         sharded: the dimension that is sharded on the vocabulary; None: replicated.
         constant: it gets no gradient, so that one that requires it is an error.
         detached: it is a constant to the function, whose call detaches it.
-        hint: of the error for anything but a tensor, and for numbers in the place of a mask or ids.
+        hint: of the error for anything but a tensor, for numbers in the place of a mask or ids, and
+            for several in the place of one.
         trained: of the error for a constant that requires a gradient.
         per_token: of the error for a value per sequence, or one for all, which must not be expanded.
     """
@@ -188,6 +189,8 @@ class TensorLine:
         # of a size that is not known the last dimension's, maybe 1, is expected
         if is_vector and not lead and len(expected) == 1 and expected[0] in (x.numel(), 1):
             return f": pass its .reshape({x.numel()})"
+        if self.shape == () and x.numel() > 1:
+            return self.hint
         if self.sharded == 0 and x.dim() == len(expected) == 2 and x.shape[0] == expected[0]:
             # without a shard, as many rows as there are is right
             transposed = " transposed? Pass its .t()," * (x.shape[0] == expected[1])

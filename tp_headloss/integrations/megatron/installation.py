@@ -19,7 +19,7 @@ from ...ranks.shard import VocabShard
 from ...spec import AnyOf, CheckedBy, Instance, checked
 from .. import require
 from ..hooks import is_from
-from ..replacement import Replacement, evaluating, expect_close, replaced
+from ..replacement import Counted, evaluating, expect_close, replaced
 from .head import MegatronHead, megatron_head
 from .layer import LOSSES_OF, layer_shard, refuse_ignored, refuse_options
 from .postprocess import postprocess
@@ -28,7 +28,7 @@ from .postprocess import postprocess
 ALIKE = Options(validate="full")
 
 
-class Installed(Replacement):
+class Installed(Counted):
     """The methods that `install` has put into a model; `remove` takes them out again.
 
     As a context manager it removes them at the end of the block, and raises RuntimeError if they

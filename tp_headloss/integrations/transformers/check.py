@@ -18,10 +18,10 @@ from ...arguments.options import Options, Transform
 from ...call.agreement import Agreement
 from ...call.subclasses import is_dtensor
 from ...ranks.shard import VocabShard
-from ..hooks import hooks_of, is_from, names_of
+from ..hooks import hooks_of, is_from, location, names_of
 from ..replacement import Replacement, evaluating, replaced
 from . import copies
-from .forward import FUSED, location, stock_forward
+from .forward import FUSED, stock_forward
 from .loss_function import CausalLMShardLoss
 from .model_facts import config_transform, expect_own_loss, installed_shard, output_layer
 from .model_parts import HEAD_ARGUMENTS, body_of, refuse_auxiliary_loss, run_body
@@ -41,7 +41,10 @@ class InstalledForward(Replacement):
         arguments: of the check call, besides ids and labels.
     """
 
-    on_top = "what was installed on top (what accelerate did, by unwrap_model(model, keep_fp32_wrapper=False))"
+    on_top = (
+        "what was installed on top (accelerate: unwrap_model(model, keep_fp32_wrapper=False), "
+        "TRL: del model.forward)"
+    )
 
     def __init__(
         self,
@@ -52,7 +55,8 @@ class InstalledForward(Replacement):
         **arguments: Any,
     ):
         output_layer(model)
-        super().__init__(vars(model), "forward", "__reduce_ex__", "_replicate_for_data_parallel")
+        copies.forget(model)
+        super().__init__(vars(model), *copies.ENTRIES)
         self.model, self.shard, self.calls, self.checked = model, shard, 0, False
         self.checked_shard = installed_shard(model, shard)
         try:
@@ -97,7 +101,7 @@ class InstalledForward(Replacement):
 
     def undo(self):
         super().undo()
-        copies.unwatch_body(self, self.model)
+        copies.unwatch_body(self.model, self)
 
     def entries_of(self, model) -> dict[str, Any]:
         """Return the entries of a model, which is the one that this was installed on, or a copy of

@@ -13,9 +13,14 @@ from __future__ import annotations
 import threading
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
-from .forward import FUSED, location
+from ..hooks import location
+from .forward import FUSED, head_below, is_of_trl, without_head_below
 from .model_parts import body_of
+
+# what a head puts into the dict of a model
+ENTRIES = "forward", "__reduce_ex__", "_replicate_for_data_parallel"
 
 _here = threading.local()  # .depth: forwards of heads that are running in this thread
 
@@ -45,13 +50,15 @@ def leads_past_head(model) -> bool:
 def _expect_inside(head, model, body, args):
     """Hook of a model's body. RuntimeError if another forward, which was installed on top of the
     head, calls it."""
-    if getattr(_here, "depth", 0) or not leads_past_head(model):
+    if getattr(_here, "depth", 0) or not leads_past_head(model) or was_taken_off(model):
         return
+    forward, name = vars(model)["forward"], type(head).__name__
+    write = "install the head after that one, or .remove() it before"
+    if is_of_trl(forward):
+        write = without_head_below(name)
     raise RuntimeError(
-        f"{type(head).__name__} was installed on this {type(model).__name__}, and is not called: "
-        f"{location(vars(model)['forward'])}, put another forward on top. Install the head after "
-        "that one (TRL's trainers install theirs when they are made: "
-        "fuse_log_probs(trainer.model)), or .remove() it before"
+        f"{name} was installed on this {type(model).__name__}, and is not called: "
+        f"{location(forward)}, put another forward on top: {write}"
     )
 
 
@@ -60,17 +67,39 @@ def watch_body(head, model):
     body_of(model).register_forward_pre_hook(partial(_expect_inside, head, model))
 
 
-def unwatch_body(head, model):
-    """Undo `watch_body`."""
+def unwatch_body(model, head=None):
+    """Undo `watch_body` of a head; None: of any head."""
     hooks = body_of(model)._forward_pre_hooks
     for key, hook in list(hooks.items()):
-        if isinstance(hook, partial) and hook.func is _expect_inside and hook.args[0] is head:
+        is_ours = isinstance(hook, partial) and hook.func is _expect_inside
+        if is_ours and (head is None or hook.args[0] is head):
             del hooks[key]
+
+
+def was_taken_off(model) -> bool:
+    """Return True for a model that has no head, though one may have left entries: `del
+    model.forward` takes a head off, and TRL may have installed its own since."""
+    forward = vars(model).get("forward")
+    return forward is None or (is_of_trl(forward) and head_below(forward) is None)
+
+
+def forget(model):
+    """Remove what a head left that somebody took off by ``del model.forward``."""
+    if not was_taken_off(model):
+        return
+    for name, function in (("__reduce_ex__", reduce), ("_replicate_for_data_parallel", replicate)):
+        entry = getattr(vars(model).get(name), "__func__", None)
+        if isinstance(entry, partial) and entry.func is function:
+            del vars(model)[name]
+    unwatch_body(model)
 
 
 def replicate(head, model):
     """Return a replica of `nn.DataParallel` with the head. RuntimeError if its forward would be the
     original's."""
+    if was_taken_off(model):
+        forget(model)
+        return type(model)._replicate_for_data_parallel(model)
     if not is_head_of(model):
         raise RuntimeError(
             f"nn.DataParallel copies a model on whose head {location(vars(model)['forward'])}, put "
@@ -91,6 +120,10 @@ def is_head_of(model) -> bool:
 def reduce(head, model, protocol):
     """Return what pickle and deepcopy make a copy of the model from: its class, its head and its
     attributes."""
+    if was_taken_off(model):
+        forget(model)
+        model_class: Any = type(model)
+        return model_class.__reduce_ex__(model, protocol)
     own = set(head.names) - (set() if is_head_of(model) else {"forward"})
     state = {name: value for name, value in vars(model).items() if name not in own}
     return _model_with_head, (type(model), _Carried(head, _why_not_pickled(head, model))), state

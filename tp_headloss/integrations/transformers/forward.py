@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import sys
+import types
 from typing import Any
+
+from ..hooks import location
 
 # attribute of a forward that computes its own loss, also behind the wrappers of others: the name of
 # its class
 FUSED = "_is_fused_head"
+FORWARDS = (types.FunctionType, types.MethodType)
 
 
 def stock_forward(model):
@@ -27,19 +33,69 @@ def stock_forward(model):
         other = stock if own is None else own
         raise ValueError(
             f"{type(model).__name__}.forward was replaced already, by "
-            f"{getattr(other, FUSED, location(other))}: only one can be in the path, so remove "
-            "the other one (a fused head: its .remove()) or install this one first"
+            f"{getattr(other, FUSED, location(other))}: {_remedy(other)}"
         )
     return stock
 
 
-def location(function) -> str:
-    """File and line of a function's code."""
-    function = getattr(function, "__func__", function)
-    # the function's own names may be those that wraps() gave it
-    code = getattr(function, "__code__", None)
+def _remedy(forward) -> str:
+    """Return what to do about a forward in whose place a head was to be installed."""
+    if hasattr(forward, FUSED):
+        return (
+            "only one can be in the path, so .remove() that one first. Where nobody has its handle, "
+            "as of a deepcopy or of what torch.load returned, del model.forward takes it off"
+        )
+    if is_of_trl(forward):
+        if (name := head_below(forward)) is not None:
+            return without_head_below(name)
+        return (
+            "a trainer of TRL put it there, whose loss is TRL's own: fuse_log_probs(trainer.model) "
+            "gives it log-probs from the shard. A HeadLoss needs a transformers.Trainer instead, "
+            "and del model.forward takes TRL's off"
+        )
+    return "only one can be in the path, so remove the other one or install this one first"
+
+
+def is_of_trl(forward) -> bool:
+    """Return True for a forward that TRL's ``add_fused_lm_head`` made, as its trainers do."""
+    trl = sys.modules.get("trl.trainer.utils")
+    code = getattr(getattr(forward, "__func__", forward), "__code__", None)
+    if trl is None or code is None:
+        return False
+    return code.co_filename == trl.add_fused_lm_head.__code__.co_filename
+
+
+def head_below(forward) -> str | None:
+    """Return the name of the head of this package that a forward leads to, or None.
+
+    What wraps a forward holds it as ``__wrapped__``, or in a variable of its closure.
+    """
+    waiting, seen = [forward], set()
+    while waiting:
+        function = waiting.pop()
+        function = getattr(function, "__func__", function)
+        if id(function) in seen:
+            continue
+        seen.add(id(function))
+        if (name := getattr(function, FUSED, None)) is not None:
+            return name
+        inner = [getattr(function, "__wrapped__", None)]
+        for cell in getattr(function, "__closure__", None) or ():
+            with contextlib.suppress(ValueError):  # of a cell that is empty
+                inner.append(cell.cell_contents)
+        waiting += [x for x in inner if isinstance(x, FORWARDS) or hasattr(x, "__wrapped__")]
+    return None
+
+
+def without_head_below(name: str) -> str:
+    """Return what to do about a head, of a class of this name, that TRL put its own on top of."""
+    said = ", and fuse_log_probs(trainer.model)"
+    if name == "FusedHead":
+        said = ", or for the HeadLoss a transformers.Trainer"
     return (
-        function.__module__ if code is None else f"{code.co_filename}, line {code.co_firstlineno}"
+        f"a {name} lies below TRL's head, which never calls it: .remove() it before the trainer is "
+        "made. Now del model.forward (PEFT: of its get_base_model()) and then .remove() take both "
+        f"off: make the trainer again{said}"
     )
 
 

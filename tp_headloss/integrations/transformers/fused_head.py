@@ -98,7 +98,11 @@ def fuse_head(
 
 
 class FusedHead(InstalledForward, Observed):
-    """An installed fused head, as `fuse_head` returns it; a context manager that removes itself."""
+    """An installed fused head, as `fuse_head` returns it; a context manager that removes itself.
+
+    Attributes:
+        calls: how often this head has computed a loss: 0 after a training that did not use it.
+    """
 
     skip_logits: bool | None
 

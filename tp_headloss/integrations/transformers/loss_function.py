@@ -16,8 +16,8 @@ from ...head_loss.output import Observed
 from ...ranks.shard import VocabShard
 from ...spec import Instance, checked
 from . import model_parts
-from .forward import FUSED, named_arguments
-from .model_facts import Model, installed_shard, refuse_module_as_loss
+from .forward import FUSED, is_of_trl, named_arguments
+from .model_facts import OWN_LOSS_AGAIN, Model, installed_shard, refuse_module_as_loss
 from .words import refuse_unread
 
 
@@ -168,6 +168,13 @@ def _check_call(model, args, kwargs, outputs) -> Any:
         refuse_unread("causal_lm_loss", model.forward, model_parts.HEAD_ARGUMENTS, given)
     if given.get("labels") is not None:
         loss.forwards += 1
+        if is_of_trl(model.forward) and given.get("fused_lm_head"):
+            raise ValueError(
+                f"a trainer of TRL put a forward of its own on this {type(model).__name__}, which "
+                "computes TRL's loss and does not call its loss_function: a HeadLoss needs a "
+                "transformers.Trainer, and del model.forward takes TRL's off; for TRL's own loss "
+                f"{OWN_LOSS_AGAIN}, and fuse_log_probs(trainer.model)"
+            )
         if loss.last is None and not hasattr(model.forward, FUSED):
             raise ValueError(
                 f"{type(model).__name__} does not call its loss_function, so the HeadLoss is not "

@@ -18,7 +18,9 @@ from ...linear_head import Linear
 from ...ranks.shard import VocabShard
 from ...spec import CheckedBy
 from ..fsdp import unsharded, unwrapped_class
+from ..hooks import names_of
 
+OWN_LOSS_AGAIN = "from transformers.loss.loss_utils import ForCausalLMLoss; model.loss_function = ForCausalLMLoss"
 Model: TypeAlias = Annotated[PreTrainedModel, CheckedBy("a model")]
 MaybeAdapted: TypeAlias = Annotated[nn.Module, CheckedBy("a model, or PEFT's wrapper of one")]
 
@@ -66,13 +68,20 @@ def expect_own_loss(model):
     own = deepspeed is not None and isinstance(
         model.loss_function, deepspeed.VocabParallelCausalLMLoss
     )
-    if not own and model.loss_function is not ForCausalLMLoss:
+    if own or model.loss_function is ForCausalLMLoss:
+        return
+    if "_loss_function" not in vars(model):  # the model's class has this one
         raise ValueError(
-            "the model's loss_function must be transformers' ForCausalLMLoss, or DeepSpeed's "
-            f"VocabParallelCausalLMLoss for its output layer, got {model.loss_function}, which a "
-            "fused head would not call: set model.loss_function = ForCausalLMLoss and give a "
-            "HeadLoss to fuse_head (fuse_log_probs takes none), or .remove() a fused head"
+            "the model must be a causal one, whose own loss is ForCausalLMLoss, got a "
+            f"{type(model).__name__}, whose own is {names_of([model.loss_function])[0]}: compute "
+            "the loss of its logits, HeadLoss(..)(logits, labels), where label t is of logits t"
         )
+    raise ValueError(
+        "the model's loss_function must be transformers' ForCausalLMLoss, or DeepSpeed's "
+        f"VocabParallelCausalLMLoss for its output layer, got {model.loss_function}, which a "
+        f"fused head would not call: {OWN_LOSS_AGAIN}, and give a HeadLoss to fuse_head "
+        "(fuse_log_probs takes none), or .remove() a fused head"
+    )
 
 
 def output_layer(model) -> nn.Linear:
@@ -83,7 +92,7 @@ def output_layer(model) -> nn.Linear:
         raise TypeError(
             f"model must be a transformers.PreTrainedModel, got {type(model).__name__}: give the "
             "one within it (a Trainer: trainer.model, DDP and DataParallel: model.module, "
-            "DeepSpeed: engine.module, PEFT: base = model.get_base_model(), then "
+            "DeepSpeed: engine.module, torch.compile: compiled._orig_mod, PEFT: base = model.get_base_model(), then "
             "base.loss_function = causal_lm_loss(base, ..) or fuse_head(base, ..))"
         )
     refuse_module_as_loss(model)

@@ -62,7 +62,7 @@ def _parameters(function: Callable | None) -> set[str]:
 def _what_to_write(installation, word, read) -> str | None:
     """Return what to write for a word that nothing reads, or None if it is not ours."""
     has_head_loss = "head_inputs" in read
-    if word == OF_TRL:
+    if word == OF_TRL and word not in read:
         return f"nothing, because {installation} has no log-probs: fuse_log_probs(model) does"
     if word in IN_CALL and has_head_loss:
         return IN_CALL[word]
@@ -120,5 +120,5 @@ def _in_call_of_model(installation: str, ours: str, has_head_loss: bool) -> str:
 def _meant(word: str, read: Collection[str]) -> str | None:
     """Return the word of a call that a misspelt or shortened one means, or None."""
     longer = [name for name in read if "_" in word and name.startswith(f"{word}_")]
-    close = difflib.get_close_matches(word, [*read, "head_inputs"], 1, 0.75)
+    close = difflib.get_close_matches(word, [*read, "head_inputs", OF_TRL], 1, 0.75)
     return next(iter((*longer, *close)), None)

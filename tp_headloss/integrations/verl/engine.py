@@ -22,7 +22,7 @@ from ...spec import Size, checked
 from .. import require
 from ..megatron.layer import layer_shard, logits_transform, refuse_options
 from ..megatron.postprocess import TakenHidden, hidden_in_place_of_logits
-from ..replacement import Replacement, expect_close, replaced
+from ..replacement import Counted, expect_close, replaced
 from .functions import IGNORED_LABEL, LOWEST_TEMPERATURE
 from .heads import HiddenHead, LogitsHead, topk_distillation
 
@@ -259,7 +259,7 @@ def _lowest_log_prob(loss_function) -> float | None:
     return loss_function.keywords["distillation_config"].distillation_loss.log_prob_min_clamp
 
 
-class InstalledEngine(Replacement):
+class InstalledEngine(Counted):
     """The engine that `install` has registered; `remove` gives verl its own back.
 
     As a context manager it removes the engine at the end of the block, and raises RuntimeError if
