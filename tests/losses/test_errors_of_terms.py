@@ -172,3 +172,76 @@ def test_a_tokenwise_function_that_reads_all_tokens_says_how_many_it_was_called_
         assert note.startswith("one sweep calls a tokenwise function with some of the tokens")
         assert "here 128 of 512: name whatever it reads of each token in inputs=(..)" in note
         assert "term 'mine'" in "".join([str(caught.value), *caught.value.__notes__])
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes")
+def test_a_tokenwise_function_that_reads_other_shapes_says_how_its_tokens_come():
+    mask = torch.ones(B, S)
+    head = hl.HeadLoss(hl.Term("mine", lambda stats: stats.lse * mask, tokenwise=True))
+    hidden, weight = torch.randn(B, S, 8, requires_grad=True), torch.randn(V, 8)
+    with pytest.raises(RuntimeError) as caught:
+        head.linear(hidden, weight, torch.zeros(B, S).long())
+    of_term, of_sweep = caught.value.__notes__
+    assert of_term == f"in term 'mine', whose statistics are [{B * S}]"
+    assert f"tokens in one dimension, here [{B * S}] of [{B}, {S}]: name whatever" in of_sweep
+
+
+@pytest.mark.parametrize("promise", ["tokenwise", "pointwise"])
+@pytest.mark.parametrize("name", ["sequences", "sets"])
+def test_a_term_of_what_all_tokens_have_together_is_not_tokenwise(name, promise):
+    def function(stats, **inputs):
+        return stats.lse
+
+    words = f"'mine' takes '{name}', .* so it is not {promise}: leave out {promise}=True"
+    with pytest.raises(ValueError, match=words):
+        hl.Term("mine", function, inputs=(name,), **{promise: True})
+    hl.Term("mine", function, inputs=(name,))
+    hl.Term("mine", function, inputs=("teacher",), **{promise: True})
+
+
+def test_a_token_weight_takes_the_inputs_of_its_term():
+    def weighted(stats, a):
+        return stats.lse * a
+
+    words = r"the token_weight of term 'mine': function must take \(stats, a\), got \(stats\)"
+    with pytest.raises(TypeError, match=words):
+        hl.Term("mine", weighted, inputs=("a",), token_weight=lambda stats: stats.lse)
+    hl.Term("mine", weighted, inputs=("a",), token_weight=lambda stats, a: a)
+    hl.Term("mine", weighted, inputs=("a",), token_weight=hl.StatisticValue("lse"))
+
+
+@pytest.mark.parametrize(
+    "shape, words",
+    [
+        ((S,), r"got \[3\]: a value per position is \[1, S\], pass its \[None\]"),
+        ((B,), r"got \[2\]: a value per row is \[B, 1\]$"),
+        ((S + 1,), r"got \[4\]: a value per row is \[B, 1\]$"),
+    ],
+)
+def test_fewer_values_than_tokens_are_told_their_shape(shape, words):
+    with pytest.raises(ValueError, match=words):
+        call(lambda stats, w: stats.lse * w, {"w": torch.ones(shape)})
+    call(lambda stats, w: stats.lse * w, {"w": torch.ones(S)[None]})
+
+
+@pytest.mark.parametrize("name", ["logits", "probs", "input_ids"])
+def test_a_name_that_no_statistic_has_is_told_those_there_are(name):
+    words = f"no '{name}': these have .lse, .log_prob, .* others by want=.*register_statistic"
+    with pytest.raises(AttributeError, match=words):
+        call(lambda stats: getattr(stats, name))
+
+
+def test_a_name_in_want_that_is_like_no_other_may_be_registered():
+    words = r"got \['p4'\]: a statistic of your own is known after register_statistic\(..\)"
+    with pytest.raises(ValueError, match=words):
+        hl.Term("mine", lambda stats: stats.p4, want=("p4",))
+    with pytest.raises(ValueError, match=words):
+        hl.vocab_statistics(torch.zeros(1, 4), want=("p4",))
+    with pytest.raises(ValueError, match=r"got \['entrpy'\]: did you mean 'entropy'\?$"):
+        hl.Term("mine", lambda stats: stats.p4, want=("entrpy",))
+
+
+def test_a_teacher_whose_statistics_nothing_wants_says_what_to_want():
+    given = {"teacher": hl.Teacher(torch.zeros(B, S, V))}
+    with pytest.raises(ValueError, match=r"\[\] in want: write want=\('forward_kl',\), of"):
+        call(lambda stats, teacher: stats.lse, given)

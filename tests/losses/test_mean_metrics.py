@@ -167,6 +167,20 @@ def test_a_count_of_no_metric_is_a_metric():
     assert found["count/words"] == 2
 
 
+@pytest.mark.parametrize("name, said", [("hard", ": did you mean 'hrad'?"), ("words", "")])
+def test_a_count_of_a_metric_that_nothing_returns_is_an_error_beside_others(name, said):
+    x, labels = batches()
+    count = f"count/{name}"
+    words = re.escape(f"'{count}' is the divisor of a metric '{name}', which nothing returns, got ")
+    metric = hl.Metric(lambda stats: {"hrad": stats.lse, count: stats.valid})
+    with pytest.raises(ValueError, match=words + r"metrics \['hrad'\]" + re.escape(said) + "$"):
+        hl.HeadLoss(metrics=metric)(x, labels)
+    # what another one returns, and a named metric
+    of_other = hl.Metric(lambda stats: {name: stats.lse})
+    hl.HeadLoss(metrics=[metric, of_other])(x, labels)
+    hl.HeadLoss(metrics=[hl.Metric(lambda s: {"a": s.lse, "count/accuracy": s.valid})])(x, labels)
+
+
 @pytest.mark.parametrize("made", [float, torch.tensor])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_means_are_of_the_weights_that_were_optimised(made, reduction):

@@ -91,6 +91,19 @@ def test_dynamic_fine_tuning():
     expect_equal(batch, out.loss, batch.mean(-batch.log_p.detach().exp() * batch.log_p))
 
 
+def test_margin_to_the_best_other_id():
+    batch = Batch()
+    scope = recipes()
+    # the page's shard has other ids
+    ids = hl.topk_log_probs(batch.logits.detach(), 2).ids
+    others = torch.where(ids[..., 0] == batch.labels, ids[..., 1], ids[..., 0])
+    out = scope["margin"](batch.logits, batch.labels, inputs={"ids": others[..., None]})
+    at_label = batch.labels.clamp(min=0)[..., None]
+    log_p = batch.logits.log_softmax(-1).scatter(-1, at_label, -torch.inf).amax(-1)
+    expect_equal(batch, out.loss, batch.mean(torch.relu(1 - batch.log_p + log_p)))
+    assert (scope["best_other"](scope["logits"], scope["labels"]) != scope["labels"]).all()
+
+
 @pytest.mark.parametrize("name", ["dft", *POLICIES])
 def test_what_is_pointwise_becomes_a_part_of_one_launch(name):
     row_function((term_of(name),), V)  # raises otherwise

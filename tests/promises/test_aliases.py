@@ -682,11 +682,11 @@ def test_a_loss_per_token_is_no_number_and_its_errors_say_what_to_write():
 ATTRIBUTES = {
     "a method of tensors": (
         lambda: log_probs(LOGITS, LABELS).sum,
-        "LogProbs has no 'sum': its tensors are .log_prob, .entropy, .lse",
+        "LogProbs has no 'sum': its fields are .log_prob, .entropy, .lse",
     ),
     "a field of torch.topk": (
         lambda: topk_log_probs(LOGITS, 2).indices,
-        "TopK has no 'indices': its tensors are .ids, .log_probs",
+        "TopK has no 'indices': its fields are .ids, .log_probs",
     ),
     "a function of losses": (
         lambda: tp_headloss.cross_entropy,

@@ -174,6 +174,39 @@ def test_the_guides_weights_of_ids_are_right_with_labels_and_without(ranks, labe
         assert not labelled or (values[1] == 0 and values[2].isnan())
 
 
+def margins_of_page(group, device):
+    """Values and gradients of the guide's largest other logit, of this rank's columns."""
+    scope = {"torch": torch}
+    with registered():
+        exec(marked_block("run", "renyi"), scope)
+        scope |= {"HeadLoss": hl.HeadLoss, "Term": hl.Term}
+        exec(marked_block("run", "maximum"), scope)
+        logits, labels = problem(torch.float32)
+        labels[1] = -100
+        shard = hl.VocabShard.from_group(group, V)
+        leaf = logits[:, shard.start : shard.stop].clone().to(device).requires_grad_()
+        head = hl.HeadLoss(scope["margin"], options=hl.Options(backend="torch"))
+        out = head(leaf, labels.to(device), shard=shard)
+        out.loss.backward()
+        return out.loss.detach().cpu(), leaf.grad.cpu()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_guides_maximum_is_that_of_the_other_ids(ranks):
+    results = on_ranks(ranks, margins_of_page)
+    logits, labels = problem()
+    z = logits.requires_grad_()
+    of_label = z.gather(1, labels[:, None])
+    best = z.scatter(1, labels[:, None], -torch.inf).amax(1)
+    values = torch.relu(1 - of_label[:, 0] + best)
+    expected = values[[0, 2, 3, 4]].mean()
+    expected.backward()
+    for loss, _ in results:
+        torch.testing.assert_close(loss.double(), expected.detach(), rtol=1e-5, atol=1e-6)
+    grad = torch.cat([grad for _, grad in results], 1).double()
+    torch.testing.assert_close(grad, z.grad, rtol=1e-5, atol=1e-6)
+
+
 def renamed(**names):
     """A family of one statistic with other names in some fields."""
     family = Sums("own", (POWER,))

@@ -111,6 +111,69 @@ def test_a_method_that_changes_what_others_read_is_refused(what):
         expect_refused(family_with(**{method: writing}), words)
 
 
+def test_a_change_in_place_that_has_no_room_is_named_too():
+    def coefficient(self, coefficient, shifted, weight, merged, grads):
+        return coefficient.add_(weight)
+
+    words = r"Own.coefficient must not change what it gets, .* got RuntimeError: output with shape"
+    with pytest.raises(ValueError, match=words), registered(family_with(coefficient=coefficient)):
+        pass
+
+
+@pytest.mark.parametrize("method, record", [("local", "Softmax"), ("join", "Joined")])
+def test_a_field_that_a_record_does_not_have_is_told_those_there_are(method, record):
+    def read(*given):
+        return given[1].p
+
+    fields = {"Softmax": ".z, .peak, .shifted, .exp, ", "Joined": ".shift, .top, "}
+    words = f"{record} has no 'p': its fields are {fields[record]}"
+    family = family_with(**{method: reading(method, read)})
+    with pytest.raises(AttributeError, match=re.escape(words)), registered(family):
+        pass
+
+
+def test_a_maximum_without_a_merge_is_told_of_it():
+    class Highest(Family):
+        statistics = packet = ("own",)
+
+        def local(self, tile, softmax, rows):
+            return {"own": tile.z.amax(-1)}
+
+        def finish(self, sums, joined):
+            return {"own": sums["own"]}, {}
+
+    words = r"look at .*local, and rows that are no sums, as a maximum, need a merge of their own"
+    with pytest.raises(ValueError, match=words), registered(Highest()):
+        pass
+
+
+def test_a_maximum_whose_row_has_another_name_is_found_by_a_part_without_ids():
+    class Highest(Family):
+        statistics = ("own",)
+        adds_up = False
+
+        def __init__(self, row):
+            self.packet, self.row = (row,), row
+
+        def local(self, tile, softmax, rows):
+            return {self.row: tile.z.amax(-1)}
+
+        def merge(self, rows, merging):
+            return {self.row: rows[self.row].amax(0)}
+
+        def join(self, sums, joined):
+            return sums
+
+        def finish(self, sums, joined):
+            return {"own": sums[self.row]}, {}
+
+    words = r"got own = 0 with a part that has no ids .* that of a maximum ends in max"
+    with pytest.raises(ValueError, match=words), registered(Highest("own_row")):
+        pass
+    with registered(Highest("own_max")):
+        pass
+
+
 def test_what_direct_gets_to_add_to_may_be_added_to_in_place():
     def adding(self, dz, tile, merged, grads):
         found = Sums.direct(self, dz, tile, merged, grads)

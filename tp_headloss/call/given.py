@@ -30,7 +30,7 @@ from ..spec import (
     lines_of,
 )
 from ..spec.checks import expect_dense
-from ..statistics import known_statistics
+from ..statistics import UNHEARD, known_statistics
 from .dtensor import local_head, local_logits, local_part
 from .subclasses import is_dtensor
 
@@ -41,7 +41,7 @@ PER_TOKEN: dict[str, Line] = dict.fromkeys(
 )
 FLAT_SETS: dict[str, Line] = {"ids": TensorLine("int64 or int32", ("all",))}
 Want: TypeAlias = Annotated[
-    tuple[str, ...], Names(known_statistics, f"; {ALWAYS} are always there")
+    tuple[str, ...], Names(known_statistics, f"; {ALWAYS} are always there", UNHEARD)
 ]
 
 

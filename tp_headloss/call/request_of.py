@@ -265,9 +265,12 @@ def _validate_teacher(given: Given):
         )
     served = TOPK_TEACHER if isinstance(teacher, TopKTeacher) else FULL_TEACHER
     if not wanted or not set(wanted) <= set(served):
+        said = f": write want=({served[0]!r},), of the call or of the term that takes it"
+        if wanted:
+            said = ": Distillation takes a Teacher, TopKDistillation a TopKTeacher"
         raise ValueError(
             f"a {type(teacher).__name__} serves the statistics {served}, got {wanted} in want"
-            + ": Distillation takes a Teacher, TopKDistillation a TopKTeacher" * bool(wanted)
+            + said
         )
     if isinstance(teacher, TopKTeacher):
         expect_as_student("teacher.log_probs", teacher.log_probs.dtype, given.logits.dtype)

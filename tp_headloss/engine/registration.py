@@ -21,7 +21,7 @@ from ..statistics import (
     owners_of_rows,
 )
 from . import eager
-from .trial import GRADIENT, LABELS, Trial, has_own, try_family
+from .trial import GRADIENT, LABELS, Trial, has_own, try_family, try_later_ids
 from .watched import watched
 
 # Methods that return names, and how an error calls these names
@@ -39,7 +39,8 @@ def register_statistic(family: Annotated[Family, Instance(Family)]) -> None:
     Their values are attributes of `VocabStatistics`. Ranks register the same families, in any
     order. The methods in plain torch are tried once on small numbers, where they must agree: a
     vocabulary in one part and in two, with a label and without, and the gradient with finite
-    differences. On GPUs a call that wants the statistics needs `device`, the same methods as Triton
+    differences; those of a family with a table also at ids where the table has other numbers than at
+    the first ones. On GPUs a call that wants the statistics needs `device`, the same methods as Triton
     functions, or ``Options(backend="torch")``.
 
     Args:
@@ -69,11 +70,12 @@ def register_statistic(family: Annotated[Family, Instance(Family)]) -> None:
     _check_methods(family)
     _check_wanted(family)
     tried = watched(family)
-    trial = Trial(tried, statistics.families_with(tried))
     # tensors of inference mode do not say whether they were changed
     with torch.device("cpu"), torch.inference_mode(False), torch.no_grad():
+        trial = Trial(tried, statistics.families_with(tried))
         _check_results(trial)
         try_family(trial)
+        try_later_ids(trial)
     statistics.add_family(family)
 
 

@@ -6,8 +6,9 @@ the gradient repeats all of them. Each check compares two ways to one result, an
 the methods that only one of them takes. The order of the checks matters: each relies on what those
 before it found.
 
-A try takes some hundredths of a second, on the CPU and without other ranks. It cannot tell whether
-the statistic is the one that was meant, and it looks at the methods in plain torch alone.
+A try takes some hundredths of a second, on the CPU and without other ranks. One of a family that
+depends on ids looks at later ones, too (`later_ids`), which takes longer. It cannot tell whether the
+statistic is the one that was meant, and it looks at the methods in plain torch alone.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 
 from ..statistics import Family, Layout
 from . import eager, passes
+from .later_ids import ids_that_differ, lengths
 from .request import Facts, Request, Tensors
 
 # Four tokens and six ids. The maximum is in either half of the ids, and the label is the maximum of
@@ -33,8 +35,10 @@ TEACHER = (0.372, -0.618, 1.124, 0.281, -0.947, 0.739)
 LABELS = (0, 4, 2, 5)
 IDS = (1, 3)  # of a top-K teacher, and those whose log-probs are asked for
 MEMBERS = (0, 2, 4, 5)  # of each token's set, all labels among them
-WIDTH, HALF, THIRD = 6, 3, 2
+COLUMNS = (0, 1, 2, 3, 4, 5)
+WIDTH = len(COLUMNS)
 TEMPERATURE = 0.8
+LOWER = 5.0  # what makes all of the logits negative
 ABSENT = 1  # columns of -inf after the six
 Labels: TypeAlias = tuple[int, ...] | None
 STEP = 4e-3  # of finite differences, and twice as much
@@ -58,33 +62,105 @@ def try_family(trial: Trial) -> None:
     trial.check_gradient(LABELS)
 
 
-class Trial:
-    """Small calls of a family; families: all that its calls have, itself among them."""
+@torch.no_grad()
+def try_later_ids(trial: Trial) -> None:
+    """Raise ValueError unless the methods of a family agree at those ids where its attributes have
+    other numbers than at the first ones, and past the end of its tables."""
+    family, families = trial.family, trial.families
+    for first in ids_that_differ(family, WIDTH):
+        # a family that takes every tile for the first ids is right in one part alone
+        if first >= WIDTH:
+            from_0 = Trial(family, families, 0, (0, 1, 2, first - 2, first - 1, first))
+            if not from_0.is_an_error():
+                from_0.check_sums()
+                from_0.check_label()
+        column_of_label = max(y for y in LABELS if y <= first)
+        at_id = Trial(family, families, first - column_of_label)
+        if not at_id.is_an_error():
+            try_family(at_id)
+    labels = None if trial.has_values_without_labels() else LABELS
+    for name, length in lengths(family, WIDTH):
+        # one column of six has an id that the table has, too
+        Trial(family, families, length - 1).expect_error(name, length, labels)
 
-    def __init__(self, family: Family, families: tuple[Family, ...]):
+
+class Trial:
+    """Small calls of a family.
+
+    Args:
+        families: all that its calls have, itself among them.
+        start: the vocabulary id of the first column.
+        columns: those of the six logits. The columns between them are -inf.
+    """
+
+    def __init__(
+        self,
+        family: Family,
+        families: tuple[Family, ...],
+        start: int = 0,
+        columns: tuple[int, ...] = COLUMNS,
+    ):
         self.family, self.families = family, families
+        self.start, self.columns = start, torch.tensor(columns)
+        self.width = columns[-1] + 1
+        # a table of the family may end with the last of later ids
+        self.absent = ABSENT if self._is_of_first_ids() else 0
+
+    def _is_of_first_ids(self) -> bool:
+        return self.start == 0 and self.width == WIDTH
+
+    def is_an_error(self) -> bool:
+        """True if a call with these ids raises an error, whatever is wrong."""
+        try:
+            self.values(self.request(LABELS))
+        except Exception:
+            return True
+        return False
+
+    def expect_error(self, name: str, length: int, labels: Labels) -> None:
+        """Raise ValueError if a call with ids that a table does not have gives values that depend
+        on how the ids are cut."""
+        try:
+            whole = self.values(self.request(labels))
+        except Exception:
+            return
+        try:
+            cut = self.values(self.request(labels, parts=2))
+            self.compare(cut, whole, "cut in two", "whole", SUMS)
+        except Exception as error:
+            raise ValueError(
+                f"family {type(self.family).__name__} must raise an error for ids that its {name} "
+                f"[{length}] does not have, got a value where a tile has the last id and some "
+                f"beyond: write `if tile.first_id + tile.z.shape[1] > {length}: raise ValueError(..)` "
+                f"with the length of {name}"
+            ) from error
 
     def has_values_without_labels(self) -> bool:
         """True if a call without labels reports statistics. Statistics about the label need not."""
         return bool(self.values(self.request(None)))
 
-    def request(self, labels: Labels, chunk_size: int = WIDTH, absent: int = 0) -> Request:
-        """Return the call of the four tokens, in chunks, with some columns of -inf behind."""
+    def request(self, labels: Labels, parts: int = 1, absent: int = 0) -> Request:
+        """Return the call of the four tokens, in parts, with some columns of -inf behind."""
         logits = torch.tensor(LOGITS, dtype=torch.float64)
-        logits = torch.nn.functional.pad(logits, (0, absent), value=-torch.inf)
-        return self.rows_request(logits, torch.arange(len(LOGITS)), labels, chunk_size)
+        return self.rows_request(logits, torch.arange(len(LOGITS)), labels, parts, absent)
 
-    def rows_request(self, logits, tokens, labels: Labels, chunk_size: int) -> Request:
-        """Return the call of rows of logits, with every input that a family can read.
+    def rows_request(
+        self, logits, tokens, labels: Labels, parts: int = 1, absent: int = 0
+    ) -> Request:
+        """Return the call of rows of six logits, with every input that a family can read.
 
         tokens: the number of each row's token, which has the row's label.
         """
-        n, width = logits.shape
-        absent = width - WIDTH
-        teacher = torch.nn.functional.pad(logits.new_tensor(TEACHER), (0, absent), value=-torch.inf)
-        ids = torch.tensor(IDS, dtype=torch.int32).repeat(n, 1)
+        n, width = len(logits), self.width + absent
+        chunk_size = width if parts == 1 else -(-self.width // parts)
+        ids_of_columns = (self.start + self.columns).int()
+        logits = self.spread(logits, absent)
+        teacher = self.spread(logits.new_tensor(TEACHER), absent)
+        ids = ids_of_columns[torch.tensor(IDS)].repeat(n, 1)
         set_ends = len(MEMBERS) * torch.arange(1, n + 1)
-        labels_of_rows = None if labels is None else torch.tensor(labels)[tokens]
+        labels_of_rows = None
+        if labels is not None:
+            labels_of_rows = ids_of_columns[torch.tensor(labels)].long()[tokens]
         tensors = Tensors(
             logits,
             labels=labels_of_rows,
@@ -92,15 +168,15 @@ class Trial:
             teacher=teacher.repeat(n, 1),
             entries=ids,
             entry_log_probs=logits.new_full(ids.shape, 0.3).log(),
-            sets=torch.tensor(MEMBERS, dtype=torch.int32).repeat(n),
+            sets=ids_of_columns[torch.tensor(MEMBERS)].repeat(n),
             set_spans=torch.stack([set_ends - len(MEMBERS), set_ends], 1),
             ids=ids,
         )
         want, chunks = self.family.statistics, -(-width // chunk_size)
         one_rank = Facts(
-            start=0,
+            start=self.start,
             valid_width=width,
-            vocab_size=width,
+            vocab_size=self.start + width,
             chunk_size=chunk_size,
             chunks=chunks,
             world_size=1,
@@ -116,6 +192,12 @@ class Trial:
         layout = Layout(labels is not None, want, self.families, len(IDS))
         return passes.with_label_logits(Request(tensors, one_rank, layout))
 
+    def spread(self, six: torch.Tensor, absent: int = 0) -> torch.Tensor:
+        """Return six logits [.., 6] in their columns, and -inf in all others."""
+        spread = six.new_full((*six.shape[:-1], self.width + absent), -torch.inf)
+        spread[..., self.columns] = six
+        return spread
+
     def values(self, request: Request, outputs: list | None = None) -> dict[str, torch.Tensor]:
         """Return the family's values [N] by name, of these outputs or of a call."""
         outputs = passes.statistics(request) if outputs is None else outputs
@@ -130,21 +212,44 @@ class Trial:
         whole = self.values(self.request(LABELS))
         for half in torch.arange(len(LOGITS)).chunk(2):
             logits = torch.tensor(LOGITS, dtype=torch.float64)[half]
-            found = self.values(self.rows_request(logits, half, LABELS, WIDTH))
+            found = self.values(self.rows_request(logits, half, LABELS))
             expected = {name: value[half] for name, value in whole.items()}
             here = "of half of the tokens (each must be computed by itself)"
             self.compare(found, expected, here, "of all", ("finish", *SUMS))
-        absent = self.values(self.request(LABELS, WIDTH + ABSENT, ABSENT))
+        absent = self.values(self.request(LABELS, absent=self.absent))
         self.compare(absent, whole, "with an id more, whose logit is -inf,", "without", ("local",))
         # the third chunk has nothing but -inf
-        cut = self.request(LABELS, HALF, ABSENT)
-        in_three = self.request(LABELS, THIRD)
+        cut = self.request(LABELS, 2, self.absent)
+        in_three = self.request(LABELS, 3)
+        of_merge = ""
+        if self._is_of_first_ids() and not has_own(self.family, "merge"):
+            of_merge = ", and rows that are no sums, as a maximum, need a merge of their own"
         for request, words in ((cut, "cut in two"), (in_three, "cut in three")):
             found = self.values(request)
-            self.compare(found, whole, words, "whole", ("rescale", "merge", "local"))
+            methods = "rescale", "merge", "local"
+            self.compare(found, whole, words, "whole", methods, advice=of_merge)
+        self.check_empty_part()
         if self.family.adds_up:
             words = 'with the sums of ranks added up (transport="sum"; or adds_up = False)'
             self.compare(self.added_up(cut), whole, words, "whole", ("merge",))
+
+    def check_empty_part(self) -> None:
+        """Compare values with a packet that has no ids, as a shard may be, and without.
+
+        Logits are below 0, so that a maximum which is 0 in such a packet shows.
+        """
+        logits = torch.tensor(LOGITS, dtype=torch.float64) - LOWER
+        request = self.rows_request(logits, torch.arange(len(LOGITS)), LABELS)
+        facts = request.facts._replace(chunks=request.facts.chunks + 1)
+        words = "with a part that has no ids", "without"
+        found = self.values(request._replace(facts=facts))
+        self.compare(
+            found,
+            self.values(request),
+            *words,
+            ("merge", "local"),
+            advice=", and at the names of packet rows: that of a maximum ends in max",
+        )
 
     def added_up(self, request: Request) -> dict[str, torch.Tensor]:
         """Return the values that need one exchange, by the transport "sum", with a rank for each
@@ -167,7 +272,7 @@ class Trial:
 
     def check_label(self) -> None:
         """Compare values with labels and without, where both calls report them."""
-        found = self.values(self.request(LABELS, HALF))
+        found = self.values(self.request(LABELS, 2))
         expected = self.values(self.request(None))
         words = "with a label", "without (a statistic about the label is `wanted` with labels only)"
         self.compare(found, expected, *words, ("target", "rescale", *SUMS))
@@ -175,7 +280,7 @@ class Trial:
     def check_gradient(self, labels: Labels) -> None:
         """Compare the gradient of each statistic with finite differences, and the gradient of none
         with 0."""
-        request = self.request(labels, HALF, ABSENT)
+        request = self.request(labels, 2, self.absent)
         merged = passes.statistics(request)[0]
         # as in a backward, which has no logits of labels
         request = request._replace(tensors=request.tensors._replace(label_logits=None))
@@ -190,7 +295,7 @@ class Trial:
             grads = {"lse": torch.ones_like(upstream)}
             if name in slopes:
                 grads[name] = grads.get(name, 0.0) + upstream
-                expected[:, :WIDTH] += upstream[:, None] * slopes[name]
+                expected[:, self.columns] += upstream[:, None] * slopes[name]
             try:
                 passes.write_gradient(found, request, merged, grads)
             except KeyError as error:
@@ -239,9 +344,8 @@ class Trial:
         logits = torch.tensor(LOGITS, dtype=torch.float64)[:, None]
         moved = [logits + step * unit for step in (STEP, -STEP, 2 * STEP, -2 * STEP)]
         tokens = torch.arange(len(LOGITS)).repeat_interleave(WIDTH).repeat(len(moved))
-        values = self.values(
-            self.rows_request(torch.cat(moved).flatten(0, 1), tokens, labels, WIDTH)
-        )
+        rows = torch.cat(moved).flatten(0, 1)
+        values = self.values(self.rows_request(rows, tokens, labels))
         found = {}
         for name, value in values.items():
             up, down, far_up, far_down = value.view(len(moved), len(LOGITS), WIDTH).unbind()
@@ -250,9 +354,13 @@ class Trial:
             found[name] = (4 * near - far) / 3
         return found
 
-    def compare(self, found, expected, here, there, methods, tolerance=VALUE_TOLERANCE) -> None:
-        """Raise ValueError that names the methods, unless the numbers that are in both are
-        equal."""
+    def compare(
+        self, found, expected, here, there, methods, tolerance=VALUE_TOLERANCE, advice=""
+    ) -> None:
+        """Raise ValueError that names the methods, unless the numbers that are in both are equal.
+
+        advice: what the error says besides.
+        """
         for name in found.keys() & expected.keys():
             a, b = found[name], expected[name]
             largest = float(torch.where(b.isfinite(), b.abs(), 0.0).max())
@@ -264,8 +372,16 @@ class Trial:
             named = [described(self.family, x) for x in methods if concerns(self.family, x)]
             raise ValueError(
                 f"the methods of family {type(self.family).__name__} must agree, got {name} = "
-                f"{first:.6g} {here} and {second:.6g} {there}: look at {', '.join(named)}"
+                f"{first:.6g} {here} and {second:.6g} {there}{self._place()}: look at "
+                f"{', '.join(named)}{advice}"
             )
+
+    def _place(self) -> str:
+        """Words for later ids, "" for the first ones."""
+        if self._is_of_first_ids():
+            return ""
+        ids = (self.start + self.columns).tolist()
+        return f" at the ids {', '.join(map(str, ids))} (`tile.first_id` is that of a tile's first)"
 
 
 def concerns(family: Family, method: str) -> bool:

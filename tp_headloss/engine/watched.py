@@ -67,6 +67,9 @@ def _watched_method(family: Family, method: str, function: Callable) -> Callable
         except (TypeError, AttributeError) as error:
             _refuse_absent(called, family, dict(zip(PARAMETERS[method], given)), error)
             raise
+        except RuntimeError as error:
+            _refuse_other_shape(called, error)
+            raise
         after = dict(_states(read))
         changed = sorted(k for k in before.keys() | after.keys() if before.get(k) != after.get(k))
         if changed:
@@ -112,6 +115,15 @@ def _refuse_absent(called: str, family: Family, given: dict[str, Any], error: Ex
     raise ValueError(
         f"{called} must do without {names}, {reason}; got {type(error).__name__}: {error}"
     ) from error
+
+
+def _refuse_other_shape(called: str, error: RuntimeError) -> None:
+    """Raise ValueError for a change in place that a smaller tensor has no room for."""
+    if "doesn't match the broadcast shape" in str(error):
+        raise ValueError(
+            f"{called} must not change what it gets, which other families read as well, nor what is "
+            f"smaller than the result (write x = x + y, not x += y); got RuntimeError: {error}"
+        ) from error
 
 
 def _states(read: dict[str, Any]) -> Iterator[tuple[str, Any]]:

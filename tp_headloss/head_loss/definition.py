@@ -190,6 +190,7 @@ class HeadLossDefinition(NamedTuple):
                 StatisticValue("log_prob", negative=True) if by_label else term.function,
                 term.inputs,
                 is_loss=True,
+                tokenwise=term.tokenwise or term.pointwise,
             )
             for term in self.terms
         ]
@@ -200,7 +201,10 @@ class HeadLossDefinition(NamedTuple):
         )
         weights = [
             StatisticsFunction(
-                f"the token_weight of term {term.name!r}", term.token_weight, term.inputs
+                f"the token_weight of term {term.name!r}",
+                term.token_weight,
+                term.inputs,
+                tokenwise=term.tokenwise or term.pointwise,
             )
             for term in self.terms
             if term.token_weight is not None and not by_label

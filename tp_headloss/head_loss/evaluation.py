@@ -12,8 +12,11 @@ import torch
 from ..call.compile import uncompiled
 from ..engine.autograd import has_other_leaves
 from ..engine.reductions import StatisticValue
+from ..spec.aliases import hint
 from ..statistics import MissingStatistics, VocabStatistics, known_statistics
+from .terms import METRICS
 from .token_sums import expect_per_token, metric_sums
+from .tokenwise import expect_tokenwise
 
 # names that have a meaning of their own in `mean_metrics` or in `HeadLossOutput`, and beginnings of
 # such names
@@ -30,6 +33,7 @@ class StatisticsFunction(NamedTuple):
     inputs: tuple[str, ...] = ()
     may_return: tuple[str, ...] = ()  # of the names that are `RESERVED`
     is_loss: bool = False
+    tokenwise: bool = False  # it promises what `Term.tokenwise` does
 
 
 def names_read(function) -> set[str]:
@@ -95,6 +99,10 @@ def checked_evaluation(run: Callable, check: bool, functions, metrics, stats, in
     with expect_unchanged([*functions, *metrics], stats, inputs):
         found = run(functions, metrics, stats, inputs, *args)
     if check:
+        for function, value in zip(functions, found[0]):
+            if function.tokenwise and value is not None:
+                call = partial(_call_function, function)
+                expect_tokenwise(function.owner, call, value, stats, inputs)
         expect_known_where_ignored(functions, found[0], stats)
     return found
 
@@ -151,6 +159,7 @@ def warn_without_gradient(owner: str, reason: str):
 def _metric_values(metrics, stats, inputs) -> dict[str, torch.Tensor]:
     """Evaluate metrics -> per-token values by name. Raises if two metrics return the same name."""
     values: dict[str, torch.Tensor] = {}
+    returned: list[dict[str, torch.Tensor]] = []
     for metric in metrics:
         new = _call_function(metric, stats, inputs)
         if not isinstance(new, dict):
@@ -174,7 +183,28 @@ def _metric_values(metrics, stats, inputs) -> dict[str, torch.Tensor]:
             expect_per_token(f"metric {name!r}", value, stats.lse.shape)
         expect_distinct_names(values, new)
         values.update(new)
+        returned.append(new)
+    for new in returned:
+        _expect_metrics_of_counts(new, {*values, *METRICS})
     return values
+
+
+def _expect_metrics_of_counts(returned: dict[str, torch.Tensor], known: set[str]):
+    """Raise ValueError for a "count/x" that a function returns beside other metrics, where nothing
+    returns "x". Counts alone are metrics.
+
+    known: names of all metrics.
+    """
+    counts = [name for name in returned if name.startswith("count/")]
+    others = [name for name in returned if name not in counts]
+    for count in counts:
+        name = count.removeprefix("count/")
+        if others and name not in known:
+            meant = hint(name, others)
+            raise ValueError(
+                f"{count!r} is the divisor of a metric {name!r}, which nothing returns, got metrics "
+                f"{others}{meant}"
+            )
 
 
 def expect_known_where_ignored(functions: list[StatisticsFunction], values, stats: VocabStatistics):
@@ -234,14 +264,20 @@ def _add_note(error: Exception, function: StatisticsFunction, stats, inputs):
     error.add_note(said)
 
 
-def note_block(error: Exception, tokens: int, all_tokens: int):
+def note_block(error: Exception, tokens: int, shape: torch.Size):
     """Add a note to an error of a `tokenwise` function that was called with some of a call's
-    tokens."""
-    if tokens < all_tokens and hasattr(error, "add_note"):  # not before Python 3.11
-        error.add_note(
-            f"one sweep calls a tokenwise function with some of the tokens, here {tokens} of "
-            f"{all_tokens}: name whatever it reads of each token in inputs=(..)"
-        )
+    tokens [*shape], or with all of them in one dimension."""
+    if not hasattr(error, "add_note"):  # before Python 3.11
+        return
+    called = f"some of the tokens, here {tokens} of {shape.numel()}"
+    if tokens == shape.numel():
+        if len(shape) == 1:
+            return
+        called = f"tokens in one dimension, here [{tokens}] of {list(shape)}"
+    error.add_note(
+        f"one sweep calls a tokenwise function with {called}: name whatever it reads of each token "
+        "in inputs=(..)"
+    )
 
 
 def _expect_statistics(function: StatisticsFunction, stats, inputs, error: Exception | None = None):

@@ -328,7 +328,7 @@ def _block_loss(call: Call, request: Request, evaluate: Callable) -> Callable:
         try:
             values, *_ = evaluate(functions, [], stats, block_inputs, None)
         except Exception as error:
-            note_block(error, len(stats.lse), call.labels.numel())
+            note_block(error, len(stats.lse), call.labels.shape)
             raise
         facts = request.facts
         loss_of_block = CallLoss(block, stats.lse, facts.backend, facts.vocab_size)

@@ -23,6 +23,7 @@ from .named import (
     maker_of_metric,
 )
 from .reduction import reduce_tokens, valid_weight
+from .values import expect_known_terms
 
 
 @documented_fields
@@ -306,6 +307,9 @@ def make_output(
         values, other_metrics, sequence_metrics = evaluate(
             *functions, stats, call.inputs, call.token_weight
         )
+    is_checked = definition.options is not None and definition.options.check
+    if is_checked and not torch.compiler.is_compiling():
+        expect_known_terms(call.functions, values, stats, call.token_weight)
     if loss is None:
         loss, sums = reduce_tokens(call, stats, values, reduction)
     *sums, total = sums.unbind(0) if isinstance(sums, torch.Tensor) else sums

@@ -26,13 +26,15 @@ from ..spec import (
     Weight,
     checked,
 )
-from ..statistics import FULL_TEACHER, OVER_SETS, TOPK_TEACHER, known_statistics
+from ..statistics import FULL_TEACHER, OVER_SETS, TOPK_TEACHER, UNHEARD, known_statistics
 
 # inputs that statistics are made with
 OF_STATISTICS = "teacher", "sets", "ids"
 Function: TypeAlias = Annotated[Callable[..., torch.Tensor] | StatisticValue, Callables()]
 Want: TypeAlias = Annotated[
-    tuple[str, ...], Names(known_statistics), "Optional statistics that the function reads"
+    tuple[str, ...],
+    Names(known_statistics, unheard=UNHEARD),
+    "Optional statistics that the function reads",
 ]
 InputNames: TypeAlias = Annotated[tuple[str, ...], Names()]
 
@@ -61,7 +63,7 @@ class Term:
             value for each; those below 0 are none.
         tokenwise: True promises that a token's value depends on this token alone, so that the
             function may be called with some of the tokens [n] at a time, as a one-sweep
-            `HeadLoss.linear` does. A `StatisticValue` always is.
+            `HeadLoss.linear` does. A `StatisticValue` always is. ``Options(check=True)`` compares.
         pointwise: True promises that, and besides that the function is arithmetic on fp32 lse,
             log_prob, entropy, total, mass, forward_kl, reverse_kl, topk_forward_kl,
             vocab_forward_kl, tail_log_mass, teacher_mass and its inputs, with constants that never
@@ -108,7 +110,22 @@ class Term:
                 f"class_weight of term {self.name!r} weighs the statistic 'total', which is not in "
                 f"want={self.want}: weigh a token by its label with losses.label_weight"
             )
-        _expect_arguments(f"term {self.name!r}", self.function, self.inputs)
+        owner = f"term {self.name!r}"
+        _expect_arguments(owner, self.function, self.inputs)
+        if self.token_weight is not None and not isinstance(self.token_weight, StatisticValue):
+            _expect_arguments(f"the token_weight of {owner}", self.token_weight, self.inputs)
+        self._expect_tokenwise_inputs()
+
+    def _expect_tokenwise_inputs(self):
+        """Raise ValueError for inputs of whole sequences or sets beside tokenwise or pointwise."""
+        if not (self.tokenwise or self.pointwise) or isinstance(self.function, StatisticValue):
+            return
+        promise = "tokenwise" if self.tokenwise else "pointwise"
+        if whole := [name for name in ("sequences", "sets") if name in self.inputs]:
+            raise ValueError(
+                f"term {self.name!r} takes {whole[0]!r}, which some of the tokens alone do not "
+                f"have, so it is not {promise}: leave out {promise}=True"
+            )
 
 
 @checked
@@ -246,7 +263,8 @@ def CrossEntropy(
     """Cross-entropy, as torch.nn.functional.cross_entropy computes it.
 
     Args:
-        weight: negative unlearns the labels, and has no least value.
+        weight: negative unlearns the labels, and has no least value. A tensor is read in each call:
+            ``weight.fill_(..)`` for a schedule.
         smoothing_formula: see `losses.smoothed_cross_entropy`.
         class_weight: replicated, copied; the mean then divides by the sum of the labels' weights,
             as in torch.
@@ -304,7 +322,8 @@ def Entropy(weight: Weight, over: Over = "vocabulary") -> Term:
     """Entropy bonus: minimises -entropy, with the entropy's own gradient.
 
     Args:
-        weight: positive rewards entropy, negative penalises it.
+        weight: positive rewards entropy, negative penalises it. A tensor is read in each call:
+            ``weight.fill_(..)`` for a schedule.
 
     Examples:
         >>> HeadLoss([CrossEntropy(), Entropy(0.5)])(

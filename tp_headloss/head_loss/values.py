@@ -1,6 +1,8 @@
-"""`Options(check=True)`: values of the arguments of a `HeadLoss` call, which wait for the device."""
+"""`Options(check=True)`: values of the arguments of a `HeadLoss` call, and of its terms, which wait
+for the device."""
 
 import warnings
+from functools import partial
 
 import torch
 
@@ -86,3 +88,26 @@ def _check_bytes(num_bytes: torch.Tensor, is_valid: torch.Tensor):
         raise ValueError(
             "input 'num_bytes' must be above 0 for some token that is not ignored, got 0 for all"
         )
+
+
+def expect_known_terms(functions, values, stats, token_weight):
+    """Raise ValueError for the first token where a term is NaN, although its statistics are not.
+
+    Args:
+        functions: with their values [..], None for those that the reduction evaluates.
+        token_weight: [..] or None. Tokens of weight 0 do not count.
+    """
+    counted = stats.valid if token_weight is None else stats.valid & (token_weight != 0)
+    for function, value in zip(functions, values):
+        if value is None:
+            continue
+        refuse_tokens(
+            value.isnan() & counted,
+            partial(_nan_at, function.owner),
+            ": its statistics and inputs are not, so look at roots and logarithms of negative "
+            "numbers, 0 / 0 and inf - inf",
+        )
+
+
+def _nan_at(owner: str, token: int) -> str:
+    return f"{owner} is NaN at token {token} (flat index)"

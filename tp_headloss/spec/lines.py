@@ -233,11 +233,13 @@ class Names:
     Args:
         known: a function that returns the names there are.
         hint: of the error for others.
+        unheard: of the error for a name that is like none of them.
     """
 
     says = "names"
     known: Callable[[], Any] | None = None
     hint: str = ""
+    unheard: str = ""
 
     def check(self, name: str, value: Any, sizes: Sizes):
         """Raise TypeError for anything but a tuple of strings, ValueError for unknown ones."""
@@ -245,7 +247,7 @@ class Names:
             said = f": write ({value!r},)" if isinstance(value, str) else ""
             raise TypeError(f"{name} must be a tuple of names, got {shown(value)}{said}")
         if self.known is not None and (unknown := set(value) - set(self.known())):
-            said = hint(min(unknown), self.known(), "want")
+            said = hint(min(unknown), self.known(), "want") or self.unheard
             raise ValueError(
                 f"{name} must be of {self.known()}, got {sorted(unknown)}{said}{self.hint}"
             )

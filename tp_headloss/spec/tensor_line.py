@@ -148,7 +148,7 @@ class TensorLine:
             if self.broadcasts:
                 raise ValueError(
                     f"{name} must broadcast to the tokens {list(expected)} with as many "
-                    f"dimensions, got {list(x.shape)}: a value per row is [B, 1]"
+                    f"dimensions, got {list(x.shape)}: {self._broadcast_hint(x, expected)}"
                 )
             shape = ", ".join(str(known.get(symbol, symbol)) for symbol in (*lead, *tail))
             of = " of " * bool(setters) + " and ".join(setters)
@@ -158,6 +158,17 @@ class TensorLine:
         for symbol, size in own_tail.items():
             if isinstance(symbol, str):
                 sizes.setdefault(symbol, (size, name))
+
+    @staticmethod
+    def _broadcast_hint(x, expected) -> str:
+        """Return the shape of one value for each row of tokens, or for each position in the rows."""
+        row, position = (
+            "a value per row is [B, 1]",
+            "a value per position is [1, S], pass its [None]",
+        )
+        if x.dim() != 1 or len(expected) != 2 or len(x) != expected[1]:
+            return row
+        return f"{row}, and {position}" if len(x) == expected[0] else position
 
     @property
     def _tail(self) -> tuple[str | int, ...]:

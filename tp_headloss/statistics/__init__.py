@@ -60,6 +60,10 @@ AT_IDS = AtIdsFamily.statistics  # statistics that need ids
 UNIFORM = TotalFamily.statistics
 
 
+# of the error for a name in want that is like none of them
+UNHEARD = ": a statistic of your own is known after register_statistic(..), in each process"
+
+
 def known_statistics() -> tuple[str, ...]:
     """Every name that `want` may hold."""
     return tuple(name for family in FAMILIES for name in family.statistics)

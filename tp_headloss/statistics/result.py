@@ -31,15 +31,7 @@ def without_arithmetic(results: type[Results]) -> type[Results]:
     names = "add", "radd", "mul", "rmul", "sub", "rsub", "truediv", "rtruediv", "neg", "float"
     for name in names:
         setattr(results, f"__{name}__", refuse)
-    if not hasattr(results, "__getattr__"):
-        results.__getattr__ = _refuse_name  # type: ignore[attr-defined] # pyright: ignore
     return results
-
-
-def _refuse_name(self, name: str):
-    """Say which fields a NamedTuple has, for a field or a method of a tensor that it does not."""
-    fields = ", ".join(f".{field}" for field in self._fields)
-    raise AttributeError(f"{type(self).__name__} has no {name!r}: its tensors are {fields}")
 
 
 class MissingStatistics(ValueError):
@@ -142,12 +134,23 @@ class VocabStatistics(NamedTuple):
         registered = self.registered if len(self) else None
         if isinstance(registered, dict) and name in registered:
             return registered[name]
-        said = OF_METRICS.get(name, f"a registered statistic needs want=({name!r},)")
+        said = OF_METRICS.get(name) or self._without_field(name)
         if close := difflib.get_close_matches(name, self._fields, 1, 0.8):
             said = f"did you mean .{close[0]}?"
         elif hasattr(torch.Tensor, name):
             said = f"they are several tensors, write it of one, such as .lse.{name}"
         raise AttributeError(f"VocabStatistics have no {name!r}: {said}")
+
+    def _without_field(self, name: str) -> str:
+        """Return what to write for a name that no field has: one of a registered statistic, or of
+        none."""
+        from . import UNHEARD, known_statistics  # which need this module
+
+        if name in known_statistics():
+            return f"a registered statistic needs want=({name!r},)"
+        # by place, because an error watches what is read by name
+        there = [f".{field}" for field, x in zip(self._fields, tuple(self)) if x is not None]
+        return f"these have {', '.join(there)}, and others by want=(..){UNHEARD}"
 
     def updated(self, values: dict) -> VocabStatistics:
         """Return a copy of the statistics with those of `values` in the place of theirs, by

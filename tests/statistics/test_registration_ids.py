@@ -1,0 +1,180 @@
+"""A family with a number for each id is tried where these numbers differ, and where there are
+none."""
+
+import re
+
+import numpy
+import pytest
+import torch
+from own_families import registered
+
+import tp_headloss as hl
+from tp_headloss.statistics.family import Family, row_sum
+
+
+class Share(Family):
+    """The sum of p times a number of each id."""
+
+    statistics = gradients = packet = ("share",)
+    merged = ("share", "share_lse")
+
+    def __init__(self, table):
+        self.table = table
+
+    def of_ids(self, ids):
+        return torch.as_tensor(self.table)[ids]
+
+    def of_columns(self, tile):
+        stop = tile.first_id + tile.z.shape[1]
+        if stop > len(self.table):
+            raise ValueError("the table is too short")
+        return self.of_ids(torch.arange(tile.first_id, stop)).to(tile.z)
+
+    def local(self, tile, softmax, rows):
+        return {"share": row_sum(softmax.exp * self.of_columns(tile))}
+
+    def rescale(self, rows, drop, factor):
+        return {"share": factor * rows["share"]}
+
+    def join(self, sums, joined):
+        if joined.labels is None:
+            return sums
+        of_label = self.of_ids(joined.labels.clamp(0, len(self.table) - 1))
+        return {"share": joined.factor * sums["share"] + joined.p_target * of_label}
+
+    def finish(self, sums, joined):
+        share = sums["share"] / joined.whole
+        return {"share": share}, {"share": share, "share_lse": joined.top + joined.log_sum}
+
+    def direct(self, dz, tile, merged, grads):
+        if "share" not in grads:
+            return dz
+        p = (tile.z - merged["share_lse"]).exp()
+        return dz + grads["share"] * p * (self.of_columns(tile) - merged["share"])
+
+
+class OfIds(Share):
+    """The probability of some ids, which are no table."""
+
+    def __init__(self, ids):
+        self.ids = ids
+        self.length = 0
+
+    table = property(lambda self: range(1 << 30))
+
+    def of_ids(self, ids):
+        return torch.isin(ids, torch.tensor(list(self.ids))).double()
+
+
+def first_ids(self, tile):
+    """A wrong `of_columns`: the numbers of the first ids, whichever the tile has."""
+    return self.of_ids(torch.arange(tile.z.shape[1])).to(tile.z)
+
+
+WRONG = {
+    "local": lambda self, tile, softmax, rows: {
+        "share": row_sum(softmax.exp * first_ids(self, tile))
+    },
+    "join": lambda self, sums, joined: (
+        sums if joined.labels is None else {"share": joined.factor * sums["share"]}
+    ),
+    "direct": lambda self, dz, tile, merged, grads: dz,
+}
+FAULTS = [(name,) for name in WRONG] + [tuple(WRONG)]
+
+
+def mask(kind, first, length):
+    table = torch.zeros(length)
+    table[first : first + 1 if kind == "one" else None] = 1
+    return 1 - table if kind == "all others" else table
+
+
+@pytest.mark.parametrize(
+    "length, first", [*((9, first) for first in (1, 3, 5, 6, 7, 8)), (300, 150), (300, 299)]
+)
+@pytest.mark.parametrize("kind", ["one", "from", "all others"])
+def test_methods_that_forget_ids_are_found_wherever_the_table_changes(kind, first, length):
+    table = mask(kind, first, length)
+    with registered(Share(table)):
+        pass
+    for names in FAULTS:
+        wrong = type("Wrong", (Share,), {name: WRONG[name] for name in names})(table)
+        with pytest.raises(ValueError, match="Wrong must agree"), registered(wrong):
+            pass
+    wrong = type("Wrong", (Share,), {"of_columns": first_ids})(table)
+    with pytest.raises(ValueError, match="Wrong must agree"), registered(wrong):
+        pass
+
+
+@pytest.mark.parametrize(
+    "made", [list, tuple, numpy.asarray, torch.as_tensor, lambda x: torch.as_tensor(x).bool()]
+)
+def test_tables_of_other_types_and_those_of_a_class_are_read_too(made):
+    table = made([0] * 40 + [1] * 20)
+    wrong = type("Wrong", (Share,), {"of_columns": first_ids})
+    for family in (wrong(table), type("Wrong", (wrong,), {"numbers": table, "table": table})):
+        family = family if isinstance(family, Family) else family.__new__(family)
+        words = r"at the ids 0, 1, 2, 38, 39, 40 \(`tile.first_id`"
+        with pytest.raises(ValueError, match=words), registered(family):
+            pass
+
+
+@pytest.mark.parametrize("ids", [[70], (70, 90), {70}, torch.tensor([70, 90])])
+def test_ids_of_a_family_itself_are_looked_at(ids):
+    with registered(OfIds(ids)):
+        pass
+    wrong = type("Wrong", (OfIds,), {"join": WRONG["join"]})(ids)
+    with pytest.raises(ValueError, match="Wrong must agree, got share"), registered(wrong):
+        pass
+
+
+def test_tables_of_something_else_than_ids_are_no_obstacle():
+    class Other(Share):
+        levels = torch.arange(11.0)
+        features = torch.zeros(50, 4000).index_fill_(1, torch.tensor([3900]), 1.0)
+        seed = 1 << 40
+
+    with registered(Other(mask("from", 20, 50))):
+        pass
+
+
+def too_short(self, tile):
+    stop = tile.first_id + tile.z.shape[1]
+    return self.table[tile.first_id : stop].to(tile.z)
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_a_table_that_is_too_short_must_be_an_error(labelled):
+    table = torch.linspace(-1, 2, 40)
+    methods = {"of_columns": too_short}
+    if labelled:
+        methods["wanted"] = lambda self, call: call.has_labels and Share.wanted(self, call)
+    words = re.escape("must raise an error for ids that its table [40] does not have")
+    with pytest.raises(ValueError, match=words), registered(type("S", (Share,), methods)(table)):
+        pass
+    options = hl.Options(backend="torch")
+    with registered(Share(table)):
+        want = {"want": ("share",), "options": options}
+        assert hl.vocab_statistics(torch.zeros(1, 40), **want).share.isfinite().all()
+        with pytest.raises(ValueError, match="the table is too short"):
+            hl.vocab_statistics(torch.zeros(1, 41), **want)
+
+
+def test_a_default_for_ids_beyond_the_table_is_no_error():
+    def padded(self, tile):
+        ids = torch.arange(tile.first_id, tile.first_id + tile.z.shape[1])
+        return self.of_ids(ids).to(tile.z)
+
+    def of_ids(self, ids):
+        known = ids < len(self.table)
+        return torch.where(known, self.table[ids.clamp(max=len(self.table) - 1)], 0.0)
+
+    def join(self, sums, joined):
+        if joined.labels is None:
+            return sums
+        of_label = self.of_ids(joined.labels.clamp(min=0))
+        return {"share": joined.factor * sums["share"] + joined.p_target * of_label}
+
+    methods = {"of_columns": padded, "of_ids": of_ids, "join": join}
+    with registered(type("Padded", (Share,), methods)(torch.linspace(-1, 2, 40))):
+        pass
