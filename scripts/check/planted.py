@@ -1045,9 +1045,6 @@ GROUPS = {
         ("spec/tensor_line.py", "TensorLine._check_shape", "self._columns_hint(x, expected, shard) or self._shape_hint(x, lead, expected)", "self._shape_hint(x, lead, expected)"),
         ("linear_head/teacher.py", "expect_teacher_head", "head.hidden.shape[:1] == (shard.width,) != head.weight.shape[:1]", "False"),
         ("arguments/teachers.py", "Teacher.__post_init__", "temperature.dim() >= logits.dim()", "False"),
-        ("head_loss/checks.py", "_expect_temperature_that_is_read", "is_one or not of_teacher.issuperset(definition.want)", "is_one"),
-        ("head_loss/checks.py", "_expect_temperature_that_is_read", "all(map(is_own, functions))", "True"),
-        ("head_loss/checks.py", "_expect_temperature_that_is_read", "all(part.want for part in parts)", "True"),
         ("spec/calls.py", "refuse_call", "args[1:] if 'self' in filled else args", "args"),
     ],
     "test_not_finite": [

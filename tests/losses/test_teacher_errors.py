@@ -89,44 +89,6 @@ def test_what_is_no_teacher_or_in_the_wrong_place_is_told_what_to_write(case):
     assert write in str(error.value)
 
 
-def focal(stats, teacher=None):
-    return stats.forward_kl * stats.log_prob.exp()
-
-
-READS_NONE = {
-    "a divergence": [hl.Distillation()],
-    "its square": [hl.Distillation(temperature_squared=True)],
-    "of two statistics": [hl.Distillation(1.0, "cross_entropy")],
-    "of a draft": [hl.LKLoss()],
-}
-READS_IT = {
-    "a cross-entropy": [hl.Distillation(), hl.CrossEntropy()],
-    "a term of one's own": [hl.Term("own", focal, want=("forward_kl",), inputs=("teacher",))],
-}
-
-
-@pytest.mark.parametrize("temperature", [2.0, torch.ones(N)], ids=["number", "tensor"])
-@pytest.mark.parametrize("case", [*READS_NONE, *READS_IT])
-def test_a_temperature_that_no_term_reads_is_an_error(case, temperature):
-    terms = {**READS_NONE, **READS_IT}[case]
-    given = {"transform": hl.Transform(temperature=temperature)}
-    if case in READS_IT:
-        distilled(hl.Teacher(LOGITS), *terms, **given)
-        return
-    with pytest.raises(ValueError, match=r"read by no term.*Teacher\(\.\., temperature=2\.0\)"):
-        distilled(hl.Teacher(LOGITS), *terms, **given)
-
-
-def test_a_temperature_that_a_metric_reads_is_none():
-    head = hl.HeadLoss([hl.Distillation()], metrics="entropy")
-    head(
-        LOGITS,
-        LABELS,
-        transform=hl.Transform(temperature=2.0),
-        inputs={"teacher": hl.Teacher(LOGITS)},
-    )
-
-
 IDS = 24
 SIZES = 20, 24, 28, 32
 

@@ -104,7 +104,8 @@ def test_plain_statistics_are_those_that_need_logits_and_labels():
 
 def mentions(text: str, host: str) -> bool:
     """True if a text imports an adapter, or names it as an attribute of a package."""
-    by_name = rf"(integrations|`)\.{host}\b|integrations import [^\n]*\b{host}\b"
+    names = r"(?:[^\n(]*|\([^)]*)"  # of one line, or in brackets
+    by_name = rf"(integrations|`)\.{host}\b|integrations import {names}\b{host}\b"
     return re.search(by_name, text) is not None
 
 

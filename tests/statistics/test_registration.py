@@ -409,7 +409,8 @@ class Count(Largest):
         return {"largest_row": softmax.peak}
 
     def merge(self, rows, merging):
-        return {"largest_row": rows["largest_row"].amax(0)}
+        row = rows["largest_row"]  # 0 of a part without ids
+        return {"largest_row": row.where(row != 0, -torch.inf).amax(0)}
 
     def finish(self, sums, joined):
         return {"largest": sums["largest_row"]}, {}

@@ -7,7 +7,6 @@ from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import torch
 
-from ..arguments.options import Transform
 from ..arguments.sequences import SEQUENCE_REDUCTIONS, Sequences
 from ..arguments.teachers import TopKTeacher
 from ..call.dtensor import local_part
@@ -28,8 +27,8 @@ from ..spec import (
 )
 from ..spec.aliases import hint
 from ..spec.checks import expect_dense, fits_fp32, is_number, refuse_float_labels
-from ..statistics import AT_IDS, FULL_TEACHER, TOPK_TEACHER
-from .definition import HeadLossDefinition, is_own
+from ..statistics import AT_IDS
+from .definition import HeadLossDefinition
 from .distillation_terms import reads_tail
 from .evaluation import StatisticsFunction
 from .terms import Metric, Term
@@ -78,7 +77,6 @@ def check_call(
     sequences = _checked_sequences(definition, inputs, labels)
     inputs = _checked_inputs(definition, inputs, labels, sequences)
     _expect_teacher_that_is_read(definition, inputs.get("teacher"))
-    _expect_temperature_that_is_read(definition, given.transform)
     labels = _scored_labels(labels, token_weight, sequences, shard, definition.ignore_index)
     if definition.options is not None and definition.options.check:
         if isinstance(denominator, torch.Tensor):
@@ -287,23 +285,6 @@ def _expect_teacher_that_is_read(definition: HeadLossDefinition, teacher):
             "teacher.tail_log_prob is read by TopKDistillation(support='tail') and by functions of "
             "your own, got none of them: choose that support, or leave out tail_log_prob and "
             "renormalize=False"
-        )
-
-
-def _expect_temperature_that_is_read(definition: HeadLossDefinition, transform: Transform):
-    """Raise ValueError for a temperature of the logits beside nothing but divergences of our own,
-    which have those of their teacher."""
-    temperature = transform.temperature
-    is_one = not isinstance(temperature, torch.Tensor) and temperature == 1
-    of_teacher = {*FULL_TEACHER, *TOPK_TEACHER}
-    if is_one or not of_teacher.issuperset(definition.want):
-        return
-    parts: tuple[Term | Metric, ...] = (*definition.terms, *definition.token_metrics)
-    functions = [getattr(part.function, "func", part.function) for part in parts]
-    if all(part.want for part in parts) and all(map(is_own, functions)):
-        raise ValueError(
-            "Transform.temperature is read by no term or metric: divergences from a teacher have "
-            "temperature and student_temperature of the teacher, as Teacher(.., temperature=2.0)"
         )
 
 
