@@ -1169,7 +1169,6 @@ GROUPS = {
         ("engine/trial.py", "try_later_ids", "Trial(family, families, length - 1).expect_error(name, length, labels)", "pass"),
         ("engine/trial.py", "try_later_ids", "None if trial.has_values_without_labels() else LABELS", "None"),
         ("engine/later_ids.py", "ids_that_differ", "length > width", "False"),
-        ("engine/later_ids.py", "ids_that_differ", "x < LARGEST_ID", "x > 0"),
         ("engine/later_ids.py", "_tensor", "isinstance(value, (set, frozenset))", "False"),
         ("engine/later_ids.py", "_tensors", "(*reversed(type(family).__mro__), family)", "(family,)"),
     ],

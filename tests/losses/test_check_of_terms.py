@@ -116,3 +116,16 @@ def test_a_term_that_is_nan_is_named_with_its_first_token(tokenwise, is_linear):
     # tokens that do not count are none of these
     known = torch.where(log_prob < -1, 0.0, 1.0).view(B, S)
     assert call(root, is_linear=is_linear, token_weight=known).loss.isfinite()
+
+
+def test_a_token_of_weight_0_within_a_sequence_may_be_nan():
+    hidden, weight, labels = problem()
+    logits, mask = hidden @ weight.t(), labels != -100
+    root = hl.Term("root", lambda stats: (stats.log_prob + 1).sqrt())
+    head = hl.HeadLoss(root, reduction="seq-mean-token-mean", options=CHECK)
+    inputs = {"sequences": hl.Sequences.from_mask(mask)}
+    known = hl.vocab_statistics(logits, labels).log_prob >= -1
+    loss = head(logits, labels, inputs=inputs, token_weight=known.float()).loss
+    assert loss.isfinite()
+    with pytest.raises(ValueError, match="term 'root' is NaN"):
+        head(logits, labels, inputs=inputs)

@@ -101,9 +101,11 @@ def test_methods_that_forget_ids_are_found_wherever_the_table_changes(kind, firs
         wrong = type("Wrong", (Share,), {name: WRONG[name] for name in names})(table)
         with pytest.raises(ValueError, match="Wrong must agree"), registered(wrong):
             pass
-    wrong = type("Wrong", (Share,), {"of_columns": first_ids})(table)
-    with pytest.raises(ValueError, match="Wrong must agree"), registered(wrong):
-        pass
+    with_labels = {"wanted": lambda self, call: call.has_labels and Share.wanted(self, call)}
+    for methods in ({"of_columns": first_ids}, with_labels | WRONG):
+        wrong = type("Wrong", (Share,), methods)(table)
+        with pytest.raises(ValueError, match="Wrong must agree"), registered(wrong):
+            pass
 
 
 @pytest.mark.parametrize(

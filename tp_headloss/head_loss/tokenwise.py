@@ -46,7 +46,7 @@ def expect_tokenwise(
             raise ValueError(
                 f"{owner} is not tokenwise, got {type(error).__name__} {sizes}: {error}; {remedy}"
             ) from error
-        expected, valid = _first(value, count, shape), part.valid
+        expected, valid = _first(value.detach(), count, shape), part.valid
         if found is None or found.shape != expected.shape:
             got = list(getattr(found, "shape", []))
             raise ValueError(f"{owner} is not tokenwise, got {got} {sizes}; {remedy}")
