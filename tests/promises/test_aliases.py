@@ -48,6 +48,7 @@ from tp_headloss import (
 from tp_headloss.spec import Instance, OneOf, lines_within
 from tp_headloss.spec.alias_table import HEAD
 from tp_headloss.spec.aliases import ALIASES, INSTALLATIONS, KEYWORDS, ROWS, rows, synonym
+from tp_headloss.spec.checks import hint_of_label
 from tp_headloss.spec.lines import AnyOf, TupleOf
 
 PAGE = Path(__file__).parents[2] / "docs" / "names.md"
@@ -113,6 +114,12 @@ def test_an_input_is_refused_with_what_to_write(alias):
         HeadLoss(PolicyGradient(), metrics=metrics)(
             LOGITS, LABELS, inputs={alias.name: LOGITS[..., 0]}
         )
+
+
+def test_a_label_that_is_ignored_already_is_not_told_to_be():
+    """As on one rank, where others do not ignore it."""
+    assert hint_of_label(-1, -100) == ": is it ignored? Then ignore_index=-1"
+    assert hint_of_label(-100, -100) == hint_of_label(7, -100) == ""
 
 
 @of_kind("package")
