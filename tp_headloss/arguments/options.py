@@ -98,9 +98,9 @@ class Options:
             over one rank's columns. Or that names token, column, rank and count of a NaN (or an
             infinity that makes one) in logits, hidden states, weight, bias, teacher, inputs or
             token weights, or the token of a temperature that is not positive or of logits that are
-            all -inf. Or that names a term that is NaN where its statistics are not, or that promises
-            to be tokenwise and is not. It is raised on every rank, after a host synchronisation, if all ranks of the
-            group have the same ``check``.
+            all -inf. Or that names a term that is NaN where its statistics are not, or one that
+            promises to be tokenwise and is not. It is raised on every rank, after a host
+            synchronisation, if all ranks of the group have the same ``check``.
             Calls without labels check the rest. `sample`, `kept_ids` and `topk_log_probs` take one
             more pass over the logits for it, and look at the values of a `SamplingRule`'s tensors.
             Recorded log-probs of 0 at tokens that count, and those in half precision, are a warning.
