@@ -424,7 +424,35 @@ def metrics_of_depths(group):
     return {}
 
 
+def weights_of_no_loss(group):
+    """Whatever an output layer's weight is that has no loss, on all ranks or on one, all say so."""
+    changes = {
+        "on the device 'meta': install after": lambda model: model.to("meta"),
+        "fp32, bf16 or fp16, got torch.float64": lambda model: model.double(),
+        "look for NaN or infinity in the weights": lambda model: _first_value(model, torch.nan),
+        "must be finite as the host's own head": lambda model: _first_value(model, torch.inf),
+    }
+    kinds = (ValueError, TypeError, RuntimeError)
+    for words, change in changes.items():
+        for fused in (True, False):
+            for ranks in ((0, 1), (1,)):
+                model = model_of()
+                if group.rank() in ranks:
+                    change(model)
+                refused(lambda: install(model, head_of(), fused=fused), words, kinds)  # noqa: B023
+    model = model_of()
+    if group.rank() == 1:
+        model.bfloat16()
+    refused(lambda: install(model, head_of()), "ranks must agree on weight_dtype: rank 0 of the")
+    return {}
+
+
+def _first_value(model, value):
+    model.output_layer.weight.data[0, 0] = value
+
+
 CASES = {
+    "weights of no loss": weights_of_no_loss,
     "arguments of a head": arguments_of_a_head,
     "metrics of depths": metrics_of_depths,
     "hooks of the output layer": hooks_of_the_output_layer,

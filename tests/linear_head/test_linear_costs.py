@@ -162,6 +162,8 @@ def test_ignored_tokens_are_dropped_by_their_count():
     torch.testing.assert_close(
         per_token.loss, run(clean, Linear(), none)[0].loss, rtol=1e-5, atol=1e-6
     )
+    few, grads = run(clean, Linear(max_valid_tokens=count - 1), none)
+    assert few.loss.isnan().all() and grads[1].isnan().all()  # those of tokens alone, too
     stats = linear_vocab_statistics(
         hidden, weight, labels, linear=Linear(max_valid_tokens=count), want=("argmax",)
     )

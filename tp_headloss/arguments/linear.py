@@ -69,9 +69,10 @@ class Linear:
             one backward must follow. Another gradient makes dH NaN.
         max_valid_tokens: tokens that are not ignored, or a bound on them, where the caller knows
             it: all others are dropped before the GEMMs, without a host synchronisation. If there
-            are more, the rest of them become NaN, and so do losses. All ranks of the shard's group
-            must ignore the same tokens, which validate="full" compares. Not with a `Teacher` of
-            logits or hidden_grad="reduce_scatter".
+            are more, all losses and their gradients are NaN, and statistics of the tokens that
+            found no place. All ranks of the shard's group must ignore the same tokens, which
+            validate="full" compares. Not with a `Teacher` of logits or
+            hidden_grad="reduce_scatter".
         exact_logits: False (default): logits are rounded to the operands' dtype, as by
             torch.nn.functional.linear, in every mode and on every device. True: statistics are made
             of unrounded fp32 sums of products, and mode "auto" takes recompute; a logit in a block,

@@ -240,9 +240,7 @@ def known_output(out: HeadLossOutput, order: ValidTokens) -> HeadLossOutput:
         field: {name: x * known for name, x in getattr(out, field).items()}
         for field in ("terms", "metrics", "sequence_metrics", "term_counts")
     }
-    return out._replace(
-        loss=out.loss if out.loss.dim() else out.loss * known, count=out.count * known, **sums
-    )
+    return out._replace(loss=out.loss * known, count=out.count * known, **sums)
 
 
 def _obstacle_to_one_sweep(call: Call, head: LinearRequest) -> str | None:

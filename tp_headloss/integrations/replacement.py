@@ -114,10 +114,18 @@ def expect_close(
     name: str, found: torch.Tensor, expected: torch.Tensor, compares: bool, hint: str = ""
 ):
     """Raise RuntimeError unless a check call's result is fp32 of the host's shape and, if it
-    `compares`, close; hint: what to look at, for the end of the error."""
+    `compares`, close, and if the host's own is not finite.
+
+    hint: what to look at, for the end of the error.
+    """
     if found.shape != expected.shape or found.dtype != torch.float32:
         raise RuntimeError(
             f"{name} must be fp32 {list(expected.shape)}, got {found.dtype} {list(found.shape)}"
+        )
+    if not expected.isfinite().all():
+        raise RuntimeError(
+            f"{name} must be finite as the host's own head computes it, got {float(expected.sum())}: "
+            "look for NaN or infinity in the weights that were loaded"
         )
     if compares and not torch.allclose(found, expected.float(), rtol=2e-2, atol=2e-2):
         raise RuntimeError(

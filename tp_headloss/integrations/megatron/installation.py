@@ -26,6 +26,8 @@ from .postprocess import postprocess
 
 # heads that differ between ranks would make them wait for each other, or lose the loss silently
 ALIKE = Options(validate="full")
+# of output layers
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Installed(Counted):
@@ -69,8 +71,8 @@ def install(
     """Put a head into one model, and compare its losses with the model's own.
 
     All ranks of the output layer's group call this together. They compare their heads (of functions
-    the names), and all raise if one of them has other settings or an error. A check call with random hidden states
-    follows: the losses must come from the head and have the right shape, and, if the head computes
+    the names), and all raise if one of them has other settings or an error. A check call with
+    random hidden states follows: the losses must come from the head and have the right shape, and, if the head computes
     what the model does (no terms of its own, no vocab_size), be equal to the model's own losses.
     After an error the model is as it was before. A fused head makes no logits: hooks of the output
     layer (a softcap, a scale), those that torch runs for all modules
@@ -87,13 +89,14 @@ def install(
         fused: True: from hidden states, without logits. False: from this rank's logits.
 
     Raises:
-        TypeError: `model` is no model, `head` no head, or the output layer is not Megatron's own.
+        TypeError: `model` is no model, `head` no head, the output layer is not Megatron's own, or
+            its weight is not fp32, bf16 or fp16.
         ValueError: the model has no output layer (it is not the last chunk of the last pipeline
             stage), its loss is replaced already, its output layer gathers logits
             (parallel_output=False), its config asks that layer for something that the head does not
-            do, a fused head would ignore hooks or a forward of that layer, or ranks have other
-            heads.
-        RuntimeError: the check failed.
+            do, a fused head would ignore hooks or a forward of that layer, its weight is on the
+            device "meta", or ranks have other heads or weights of other dtypes.
+        RuntimeError: the check failed, or the model's own losses are not finite.
     """
     require("megatron-core")
     model, owner = _checked_model(model, fused)
@@ -106,7 +109,8 @@ def install(
         used.refuse_unused(model.config, fused)
         _refuse_replaced(model, fused and (entry, owner))
         shard = layer_shard(_group(model), _weight(model).shape[0], used.vocab_size)
-        agreement.record("install", shard, fused=fused, **used.facts())
+        dtype = _weight(model).dtype
+        agreement.record("install", shard, fused=fused, weight_dtype=dtype, **used.facts())
     stock: Any = getattr(owner, entry, None)
 
     def compute_language_model_loss(self, labels, logits):
@@ -193,6 +197,20 @@ def _weight(model) -> torch.Tensor:
     return model.output_layer.weight
 
 
+def _refuse_weight(weight: torch.Tensor):
+    """Raise ValueError or TypeError for a weight of which no head makes a loss."""
+    if weight.is_meta:
+        raise ValueError(
+            "the output layer's weight must have been loaded, got one on the device 'meta': "
+            "install after the model is materialised"
+        )
+    if weight.dtype not in DTYPES:
+        raise TypeError(
+            f"the output layer's weight must be fp32, bf16 or fp16, got {weight.dtype}: convert "
+            "the model first"
+        )
+
+
 def _refuse_layer(model, fused: bool):
     """Raise ValueError or TypeError if the output layer computes something else than the head."""
     layer = model.output_layer
@@ -201,6 +219,7 @@ def _refuse_layer(model, fused: bool):
             "the model must have parallel_output=True, got False: its output layer gathers the "
             "logits of all ranks, for which Megatron's own loss is wrong"
         )
+    _refuse_weight(_weight(model))
     if not fused:
         return
     refuse_options(model.config, layer)
