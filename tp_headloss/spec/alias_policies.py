@@ -1,6 +1,12 @@
 """More of the table of names elsewhere: those of policy optimisation."""
 
-from .alias_table import BONUSES, BOUND, CLIPPED, DISTANCES, DUAL, GENERATOR, KLS, PRESETS, Alias
+from .alias_table import BONUSES, DISTANCES, PRESETS, Alias
+
+DUAL = f"PolicyGradient, PolicyMetrics, {DISTANCES}"
+CLIPPED = f"PolicyGradient, PolicyMetrics, {PRESETS}"
+BOUND = 'clip=(0.0, epsilon_high), convention="bound"'
+KLS = "beta, kl_loss_coef, kl_coef, kl_coeff"
+GENERATOR = "'rollout_weight', losses.truncated_importance_weight(old, generator_log_prob=..)"
 
 OF_POLICIES = (
     Alias(

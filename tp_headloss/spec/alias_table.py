@@ -5,9 +5,6 @@ from typing import NamedTuple
 SUM_NORM = "seq-mean-token-sum-norm"
 DISTANCES = "PPO, GRPO, DAPO, DrGRPO, GSPO"
 PRESETS = f"{DISTANCES}, CISPO"
-DUAL = f"PolicyGradient, PolicyMetrics, {DISTANCES}"
-CLIPPED = f"PolicyGradient, PolicyMetrics, {PRESETS}"
-BOUND = 'clip=(0.0, epsilon_high), convention="bound"'
 TEACHERS = "Distillation, TopKDistillation"
 LOSSES = "HeadLoss.forward, HeadLoss.linear, VocabParallelHead.forward"
 HEADS = "VocabParallelHead.forward, VocabParallelHead.statistics"
@@ -15,7 +12,6 @@ MASK = "token_weight=mask, labels of -100, or for terms by sequence inputs={'seq
 SEARCHES = "sample, kept_ids, topk_log_probs"
 STATISTICS = "vocab_statistics, linear_vocab_statistics, log_probs"
 CALLS = f"HeadLoss.forward, HeadLoss.linear, {STATISTICS}, {SEARCHES}"
-KLS = "beta, kl_loss_coef, kl_coef, kl_coeff"
 BONUSES = "entropy_coeff, entropy_coef"
 # which no user writes: a host that calls gives them beside others
 HOSTS = ("output_layer",)
@@ -26,7 +22,6 @@ OF_LABELS = (
     "labels.masked_fill(F.pad(attention_mask[:, 1:], (0, 1)) == 0, -100)"
 )
 SETS = "kept_ids, sampling_mask"
-GENERATOR = "'rollout_weight', losses.truncated_importance_weight(old, generator_log_prob=..)"
 SEQUENCE_RATIO = 'PolicyGradient("gspo"), or the whole GSPO(..), for "sequence"'
 RECORDS_OF_TEACHERS = "Teacher, TopKTeacher, TeacherHead"
 TEMPERATURES = "transform=Transform({}=..), of the call, or of a distillation Teacher(.., {}=..)"
