@@ -39,7 +39,7 @@ NOT_TOKENWISE = {
 @pytest.mark.parametrize("name", NOT_TOKENWISE)
 def test_a_term_that_depends_on_other_tokens_is_named(name, promise, is_linear):
     function = NOT_TOKENWISE[name]
-    words = r"term 'mine' has other values for \[\d+\] tokens than for \[.*\]: not tokenwise"
+    words = r"term 'mine' has other values for .*\[\d+\] tokens.* than for \[.*\]: not tokenwise"
     with pytest.raises(ValueError, match=words):
         call(hl.Term("mine", function, **{promise: True}), is_linear=is_linear)
     call(hl.Term("mine", function), is_linear=is_linear)
@@ -52,6 +52,27 @@ def test_a_term_of_the_tokens_in_one_dimension_is_named_with_their_number():
     words = rf"has other values for \[{B * S}\] tokens than for \[{B}, {S}\]: not tokenwise"
     with pytest.raises(ValueError, match=words):
         call(hl.Term("mine", function, tokenwise=True))
+
+
+OF_PLACES = {
+    "its place": lambda stats: stats.lse * torch.arange(len(stats.lse)),
+    "a running sum": lambda stats: stats.lse.cumsum(0),
+    "the first token": lambda stats: stats.lse - stats.lse[0],
+    "the last token": lambda stats: stats.lse - stats.lse[-1],
+    "the token before": lambda stats: stats.lse - stats.lse.roll(1),
+    "a variable of all tokens": lambda stats: stats.lse * torch.ones(B * S),
+}
+
+
+@pytest.mark.parametrize("name", OF_PLACES)
+def test_a_term_that_looks_at_a_tokens_place_in_one_dimension_is_named(name):
+    hidden, weight, labels = problem()
+    head = hl.HeadLoss(hl.Term("mine", OF_PLACES[name], tokenwise=True), options=CHECK)
+    words = (
+        rf"for the last \[{B * S // 2}\] tokens in reverse order than for \[{B * S}\].*tokenwise"
+    )
+    with pytest.raises(ValueError, match=words):
+        head((hidden @ weight.t()).flatten(0, 1), labels.flatten())
 
 
 def test_a_token_weight_that_depends_on_other_tokens_is_named():

@@ -339,6 +339,10 @@ OF_OTHERS = {
         every_row,
         r"Own.merge must return rows of its own, got \['max', 'owner', 'sum', 'target'\]",
     ),
+    "rescale": (
+        lambda self, rows, drop, factor: {row: x * factor for row, x in rows.items()},
+        r"Own.rescale must return the rows .* of its packet alone, got \['max', ",
+    ),
     "finish": (
         lambda self, sums, joined: ({"own": joined.whole, "lse": joined.whole}, {}),
         r"Own.finish must return rows of its own, got \['lse'\]",
@@ -443,6 +447,46 @@ def test_a_statistic_about_the_label_is_wanted_with_labels_alone():
     words = "with a label and .* without .*`wanted` with labels only.*: look at target"
     with pytest.raises(ValueError, match=words), registered(always):
         pass
+
+
+def test_a_table_must_be_looked_up_by_ids_alone_not_by_labels_that_are_ignored():
+    class Costs(Family):
+        statistics = packet = ("costs",)
+
+        def wanted(self, call):
+            return call.has_labels and super().wanted(call)
+
+        def finish(self, sums, joined):
+            costs = torch.arange(9.0)[self.ids(joined.labels)]
+            return {"costs": 0 * sums["costs"] + costs}, {}
+
+        def local(self, tile, softmax, rows):
+            return {"costs": torch.zeros_like(tile.z[:, 0])}
+
+        def ids(self, labels):
+            return labels.clamp(min=0)
+
+    with registered(Costs()):
+        found = hl.vocab_statistics(torch.zeros(2, 9), torch.tensor([3, -100]), want=("costs",))
+    assert found.costs.tolist() == [3, 0]
+    raw = type("Raw", (Costs,), {"ids": lambda self, labels: labels})()
+    words = r"Raw must take labels that are ignored, such as -100, got IndexError: .*clamp\(min=0\)"
+    with pytest.raises(ValueError, match=words), registered(raw):
+        pass
+    last = type("Last", (Costs,), {"ids": lambda self, labels: labels.clamp(min=0).flip(0)})()
+    with pytest.raises(ValueError, match="Last must agree"), registered(last):
+        pass
+
+
+@pytest.mark.parametrize("device", ["cuda", torch.device("cpu"), None, lambda self: torch])
+def test_device_functions_are_a_module(device):
+    owner = type("Own", (Sums,), {"device": device})
+    words = "Own.device must be a module that has STATISTICS, MERGE, GRADIENT, or a property"
+    with pytest.raises(ValueError, match=words), registered(owner("own", (POWER,))):
+        pass
+    for right in (energy_statistic.Energy.device, property(lambda self: torch)):
+        with registered(type("Own", (Sums,), {"device": right})("own", (POWER,))):
+            pass
 
 
 def test_a_statistic_about_the_label_is_refused_in_calls_without_labels():

@@ -5,6 +5,7 @@ Rows and statistics are known by name, in plain torch and in device functions, s
 one owner.
 """
 
+import inspect
 import keyword
 from typing import Annotated, Any
 
@@ -27,6 +28,8 @@ from .watched import watched
 # Methods that return names, and how an error calls these names
 ROWS = {"packet_rows": "packet rows", "merged_rows": "merged rows", "second_rows": "second rows"}
 REPORTED = ("value_rows", "flags", "per_id", "second_rows")
+# what the module of device functions has
+OF_DEVICES = ("STATISTICS", "MERGE", "GRADIENT")
 # names that carriers themselves give to rows
 OF_CARRIERS = ("owners", "logits_at", "ids", "height")
 
@@ -69,6 +72,7 @@ def register_statistic(family: Annotated[Family, Instance(Family)]) -> None:
     _check_rows(family)
     _check_methods(family)
     _check_wanted(family)
+    _check_device(family)
     tried = watched(family)
     # tensors of inference mode do not say whether they were changed
     with torch.device("cpu"), torch.inference_mode(False), torch.no_grad():
@@ -175,6 +179,17 @@ def _check_wanted(family: Family) -> None:
             )
 
 
+def _check_device(family: Family) -> None:
+    """Raise ValueError for device functions that are no module. A property is read by calls that
+    need them."""
+    device = inspect.getattr_static(family, "device")
+    if not isinstance(device, property) and not all(hasattr(device, x) for x in OF_DEVICES):
+        raise ValueError(
+            f"{type(family).__name__}.device must be a module that has {', '.join(OF_DEVICES)}, or "
+            f"a property that returns one, got {device!r}"
+        )
+
+
 def _check_results(trial: Trial) -> None:
     """Raise ValueError if `merge` or `finish` return rows of other families, whose numbers they
     would replace."""
@@ -182,13 +197,25 @@ def _check_results(trial: Trial) -> None:
     packets = torch.zeros(request.packets_shape, dtype=torch.float64)
     eager.local_statistics(packets, request)
     rows = dict(zip(request.layout.packet, packets.unbind(1)))
-    merged = family.merge(rows, SOFTMAX.merging(rows, 1.0))
+    merging = SOFTMAX.merging(rows, 1.0)
+    _expect_packet_rows(family, family.rescale(rows, merging.drop, merging.factor))
+    merged = family.merge(rows, merging)
     _expect_own(family, "merge", merged, ("packet_rows",))
     shift, sums = eager.merged_sums(packets, request.layout)
     joined, *_ = SOFTMAX.joined(shift, sums, request.tensors.labels, request.facts.packets, 1.0)
     values, kept = family.finish(family.join(sums, joined), joined)
     _expect_own(family, "finish", values, REPORTED)
     _expect_own(family, "finish", kept, ("merged_rows",))
+
+
+def _expect_packet_rows(family: Family, found: dict) -> None:
+    """Raise ValueError unless `rescale` returns rows of the family's packet alone."""
+    packet = owners_of_rows("packet_rows", (family,))
+    if others := [row for row in found if row not in packet]:
+        raise ValueError(
+            f"{type(family).__name__}.rescale must return the rows {list(packet)} of its packet "
+            f"alone, got {others}, too: its argument has the rows of all families"
+        )
 
 
 def _expect_own(family: Family, method: str, found: dict, kinds: tuple[str, ...]) -> None:

@@ -56,6 +56,7 @@ def try_family(trial: Trial) -> None:
     """Raise ValueError that names the method that is wrong, unless a family's methods say one
     thing."""
     trial.check_sums()
+    trial.check_ignored_label()
     if trial.has_values_without_labels():
         trial.check_label()
         trial.check_gradient(None)
@@ -276,6 +277,25 @@ class Trial:
         expected = self.values(self.request(None))
         words = "with a label", "without (a statistic about the label is `wanted` with labels only)"
         self.compare(found, expected, *words, ("target", "rescale", *SUMS))
+
+    def check_ignored_label(self) -> None:
+        """Compare values of the other tokens with one whose label is ignored, and is no id, and
+        without."""
+        whole = self.request(LABELS)
+        tensors = whole.tensors
+        labels = tensors.labels.clone()
+        labels[0] = whole.facts.ignore_index
+        request = whole._replace(tensors=tensors._replace(labels=labels, label_logits=None))
+        try:
+            found = self.values(passes.with_label_logits(request))
+        except Exception as error:
+            raise ValueError(
+                f"the methods of family {type(self.family).__name__} must take labels that are "
+                f"ignored, such as {whole.facts.ignore_index}, got {type(error).__name__}: "
+                f"{error}; look such a label up as labels.clamp(min=0)"
+            ) from error
+        others = [{name: x[1:] for name, x in of.items()} for of in (found, self.values(whole))]
+        self.compare(*others, "beside an ignored label", "without", ("finish", *SUMS))
 
     def check_gradient(self, labels: Labels) -> None:
         """Compare the gradient of each statistic with finite differences, and the gradient of none

@@ -48,12 +48,14 @@ class Term:
         name: key of this term in `HeadLossOutput.terms`, unique among the terms; a metric may have
             it, too.
         function: ``function(stats, **inputs) -> [..] fp32``, a loss per token; `HeadLoss` masks and
-            averages. A `StatisticValue`, such as ``StatisticValue("lse", square=True)``, needs no
+            averages. It reads the statistics that it gets: those of another call train that one's
+            logits. A `StatisticValue`, such as ``StatisticValue("lse", square=True)``, needs no
             kernel of its own, and wants its statistic by itself. To pickle a HeadLoss, use functions
             of a module, and `functools.partial` for their constants, instead of lambdas, which all
             have one name where ``Options(validate="full")`` compares functions by name.
-        weight: a tensor is read in each call, and gets no gradient: a factor that is trained
-            belongs into the function.
+        weight: a tensor, floating point, is read in each call, so change it in place after the
+            backward, ``weight.fill_(0.1)``. It gets no gradient: a factor that is trained belongs
+            into the function.
         token_weight: ``token_weight(stats, **inputs) -> [..]``, whose sum is the divisor of this
             term's mean, and nothing else: multiply the values in `function` yourself.
         class_weight: replicated, column weights of the statistic "total", read in each call.

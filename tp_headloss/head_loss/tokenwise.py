@@ -21,7 +21,9 @@ def expect_tokenwise(
     inputs: dict[str, Any],
 ):
     """Raise ValueError unless a term's function has the same values for tokens in one dimension, and
-    for half of them, as for all tokens [..].
+    for the last half of them in reverse order, as for all tokens [..].
+
+    Whoever looks at a token's place, or at the tokens before or behind it, has others there.
 
     Args:
         function: of the statistics and all inputs of a call.
@@ -32,9 +34,11 @@ def expect_tokenwise(
     for count in [*whole, shape.numel() // 2]:
         if count == 0 or not shape:
             continue
-        part = VocabStatistics(*[_first(x, count, shape) for x in stats])
-        of_part = {name: _first(x, count, shape) for name, x in inputs.items()}
+        part = VocabStatistics(*[_some(x, count, shape) for x in stats])
+        of_part = {name: _some(x, count, shape) for name, x in inputs.items()}
         sizes = f"for [{count}] tokens than for {list(shape)}"
+        if count < shape.numel():
+            sizes = f"for the last [{count}] tokens in reverse order than for {list(shape)}"
         remedy = (
             "a value must depend on its own token alone: leave out tokenwise and pointwise, or pass "
             "what is of all tokens as one of the inputs"
@@ -46,7 +50,7 @@ def expect_tokenwise(
             raise ValueError(
                 f"{owner} is not tokenwise, got {type(error).__name__} {sizes}: {error}; {remedy}"
             ) from error
-        expected, valid = _first(value.detach(), count, shape), part.valid
+        expected, valid = _some(value.detach(), count, shape), part.valid
         if found is None or found.shape != expected.shape:
             got = list(getattr(found, "shape", []))
             raise ValueError(f"{owner} is not tokenwise, got {got} {sizes}; {remedy}")
@@ -54,16 +58,18 @@ def expect_tokenwise(
             raise ValueError(f"{owner} has other values {sizes}: not tokenwise; {remedy}")
 
 
-def _first(x: Any, count: int, shape: torch.Size) -> Any:
-    """Return tensors [.., *] of tokens [*shape], of a teacher or in a dict as well, as those of the
-    first tokens [count, *]."""
+def _some(x: Any, count: int, shape: torch.Size) -> Any:
+    """Return tensors [.., *] of tokens [*shape], of a teacher or in a dict as well, as [count, *]:
+    of all tokens in their order, or of the last ones in reverse order."""
     if isinstance(x, dict):
-        return {name: _first(value, count, shape) for name, value in x.items()}
+        return {name: _some(value, count, shape) for name, value in x.items()}
     if isinstance(x, torch.Tensor):
-        is_per_token = x.shape[: len(shape)] == shape
-        return x.flatten(0, len(shape) - 1)[:count] if is_per_token else x
+        if x.shape[: len(shape)] != shape:
+            return x
+        flat = x.flatten(0, len(shape) - 1)
+        return flat if count == len(flat) else flat[-count:].flip(0)
     if hasattr(x, "temperature"):
-        return map_teacher_tensors(without_logits(x), lambda tensor: _first(tensor, count, shape))
+        return map_teacher_tensors(without_logits(x), lambda tensor: _some(tensor, count, shape))
     return x
 
 

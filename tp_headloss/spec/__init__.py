@@ -111,7 +111,7 @@ IN_FUNCTION = "; a factor that is trained belongs into the function of a Term of
 OTHER_WEIGHTS = (
     ": one per class is CrossEntropy(class_weight=..), one per token is token_weight= of the call"
 )
-WEIGHT = TensorLine("real numbers", (), constant=True, hint=OTHER_WEIGHTS, trained=IN_FUNCTION)
+WEIGHT = TensorLine("floating point", (), constant=True, hint=OTHER_WEIGHTS, trained=IN_FUNCTION)
 Weight: TypeAlias = (
     Annotated[
         float, NumberLine(-FP32_MAX, FP32_MAX, "finite in fp32"), "Factor of the term in the loss"

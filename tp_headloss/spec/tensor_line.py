@@ -121,6 +121,8 @@ class TensorLine:
         is_weight = self.sharded == 0 and "H" in (self.shape or ())
         if is_weight and DTYPES["int64 or int32"](x.dtype):
             return ": are these labels? The weight [width, H] comes before them"
+        if self.kind == "floating point" and self.shape == ():
+            return ": one of integers stays whole when it is filled, write torch.tensor(1.0)"
         has_cast = self.kind in CASTS and not x.is_complex()
         return f": pass its {CASTS[self.kind]}" if has_cast else ""
 

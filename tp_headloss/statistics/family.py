@@ -184,7 +184,8 @@ class Family:
         values: names of what is reported; None: the statistics that are wanted.
         needs_label_logits: True: `local` gets `tile.label_logits`.
         adds_up: False: merged sums of ranks cannot be added up, as transport="sum" does.
-        device: the methods as Triton functions, for GPUs.
+        device: the module of the methods as Triton functions, for GPUs. It is an attribute of the
+            class, or a property, and not set by a constructor.
     """
 
     statistics: tuple[str, ...] = ()  # names for `want` that this family serves
