@@ -383,6 +383,7 @@ WRITTEN = (
         "nothing, because only logits have them: HeadLoss(..)(logits, labels, transform=..)",
     ),
     Alias("inputs", "ours", HEAD, "nothing, because Megatron's call passes none"),
+    Alias("loss_mask", "Megatron", HEAD, "model(.., labels=labels, loss_mask=loss_mask)"),
     Alias("output_layer", "Megatron", HEAD, "output_processor=head, an object, not the class"),
     Alias("gamma", "the paper, TRL", "simpo", "margin=gamma"),
     Alias(
