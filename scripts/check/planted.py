@@ -1180,7 +1180,7 @@ GROUPS = {
         ("engine/registration.py", "register_statistic", "_check_device(family)", "pass"),
         ("engine/registration.py", "_check_device", "isinstance(device, property)", "False"),
         ("engine/trial.py", "try_family", "trial.check_ignored_label()", "pass"),
-        ("engine/trial.py", "Trial.check_ignored_label", "self.compare(*others, 'beside an ignored label', 'without', ('finish', *SUMS))", "pass"),
+        ("engine/trial.py", "Trial.check_ignored_label", "self.compare(found, expected, 'beside an ignored label', 'without', ('finish', *SUMS))", "pass"),
         ("engine/trial.py", "try_later_ids", "from_0.check_sums()", "pass"),
         ("engine/trial.py", "try_later_ids", "try_family(at_id)", "pass"),
         ("engine/trial.py", "try_later_ids", "max(y for y in LABELS if y <= first)", "min(first, 1)"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -89,6 +89,7 @@ class MegatronHead(Observed):
     """
 
     shard: VocabShard | None = None
+    lines: ClassVar[dict[str, Any]]  # of the arguments, by `checked`
 
     def __init__(
         self,
