@@ -237,6 +237,7 @@ PACKED = {
     "[T], [B, S]": ((6,), torch.arange(6.0).view(2, 3)),
     "[1, T], [T, 1]": ((1, 6), torch.arange(6.0)[:, None]),
     "[B, S], [T]": ((2, 3), torch.arange(6.0)),
+    "[B, S], [1, T]": ((2, 3), torch.arange(6.0)[None]),
 }
 
 

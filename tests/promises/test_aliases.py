@@ -127,7 +127,6 @@ def test_an_input_is_refused_with_what_to_write(alias):
 SPELLINGS = {
     "old_logprobs": ": did you mean 'old_log_prob'?",
     "odd_logp": "",  # a distance of two letters of three
-    "odl_reference_logps": "",
     "referense_log_probs": ": did you mean 'reference_log_prob'?",
     "ref_logps": ": write 'reference_log_prob'",
     "ref_logprob": ": write 'reference_log_prob'",

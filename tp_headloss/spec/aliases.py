@@ -114,7 +114,7 @@ def _are_of_one_policy(name: str, other: str) -> bool:
     "vllm_log_prob" and "old_log_prob": one in the place of the other would be silently wrong."""
     if not (name.endswith(LOG_PROB) and other.endswith(LOG_PROB)):
         return True
-    policies = [x.removesuffix(LOG_PROB) for x in (name, other)]
+    policies = [x.removesuffix(LOG_PROB).strip("_") for x in (name, other)]
     return bool(difflib.get_close_matches(policies[0], policies[1:], 1, 0.75))
 
 

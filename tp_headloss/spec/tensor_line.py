@@ -188,10 +188,8 @@ class TensorLine:
             return f"pass its .reshape({', '.join(map(str, expected))})"
         is_one_row = math.prod(expected[:-1]) == 1
         if is_one_row and _may_be_packed(x.numel(), expected):
-            flat = ".flatten()" * (x.dim() > 1)
             rows = "[None]" * (len(expected) - 1)
-            values = f"its {flat}.repeat_interleave(lengths){rows}"
-            return f"one per packed sequence? Pass {values}"
+            return f"one per packed sequence? Pass its .repeat_interleave(lengths){rows}"
         return for_all if len(expected) == 1 else row
 
     @property
