@@ -20,8 +20,8 @@ IDS = TensorLine("int64 or int32", ENTRIES, hint=": the order is TopKTeacher(ids
 MASK = TensorLine(
     "bool",
     ENTRIES,
-    hint=": pass the .bool() of a mask, a tail as tail_log_prob=, and of what topk_log_probs "
-    "returns TopKTeacher(top.ids, top.log_probs)",
+    hint=": of a mask of 0 and 1 pass mask != 0, a tail as tail_log_prob=, and of what "
+    "topk_log_probs returns TopKTeacher(top.ids, top.log_probs)",
 )
 
 

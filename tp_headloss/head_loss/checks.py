@@ -1,6 +1,5 @@
 """Checks of the arguments of one `HeadLoss` call."""
 
-import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any, NamedTuple, TypeAlias
@@ -208,12 +207,7 @@ def expect_denominator(
         SCALAR.check(name, denominator, {"device": (device, "logits")})
     elif not is_number(denominator):
         raise TypeError(f"{name} must be a number or a scalar tensor, got {denominator!r}")
-    # NaN is NaN
-    elif (
-        denominator < 0
-        or denominator == math.inf
-        or (denominator > 0 and not fits_fp32(denominator))
-    ):
+    elif denominator != 0 and not (denominator > 0 and fits_fp32(denominator)):
         raise ValueError(
             f"{name} must be at least 0 and a number that fp32 holds, got {denominator}"
         )
@@ -307,7 +301,8 @@ def _refuse_other_names(needed: set[str], given: set[str]):
         )
     if "reference_log_prob" in unused:
         wrong.append(
-            "a KL of weight 0, as kl=0, takes none, and PolicyMetrics(..) with reference=True alone"
+            "a whole loss such as PPO(kl=0) has no KL and takes none, and PolicyMetrics(..) with "
+            "reference=True alone"
         )
     raise ValueError(
         f"inputs must be {sorted(needed)} for these terms and metrics, got {sorted(given)}: "

@@ -38,7 +38,7 @@ FLAG = OneOf((True, False))
 MASK = TensorLine("bool")
 LABELS = TensorLine("int64 or int32")
 IDS = TensorLine("int64 or int32", None)
-SCALAR = TensorLine("real numbers", ())
+SCALAR = TensorLine("real numbers", (), hint=": one number, of a mask its .sum()")
 TOKEN_WEIGHT = TensorLine("real numbers or bool")
 TENSOR = TensorLine("real numbers or bool", None)
 TOKENS = TensorLine("floating point")
@@ -111,12 +111,14 @@ IN_FUNCTION = "; a factor that is trained belongs into the function of a Term of
 OTHER_WEIGHTS = (
     ": one per class is CrossEntropy(class_weight=..), one per token is token_weight= of the call"
 )
-WEIGHT = TensorLine("floating point", (), constant=True, hint=OTHER_WEIGHTS, trained=IN_FUNCTION)
+TERM_WEIGHT = TensorLine(
+    "floating point", (), constant=True, hint=OTHER_WEIGHTS, trained=IN_FUNCTION
+)
 Weight: TypeAlias = (
     Annotated[
         float, NumberLine(-FP32_MAX, FP32_MAX, "finite in fp32"), "Factor of the term in the loss"
     ]
-    | Annotated[torch.Tensor, WEIGHT]
+    | Annotated[torch.Tensor, TERM_WEIGHT]
 )
 OWN_TERM = ": a weight below 0 rewards what the term penalises; a Term of your own takes any"
 # of a term that is never below 0, and has no least value if it is subtracted
@@ -126,7 +128,7 @@ PenaltyWeight: TypeAlias = (
         NumberLine(0, FP32_MAX, "at least 0 and finite in fp32", OWN_TERM),
         "Factor of the term in the loss",
     ]
-    | Annotated[torch.Tensor, WEIGHT]
+    | Annotated[torch.Tensor, TERM_WEIGHT]
 )
 Size: TypeAlias = Annotated[int, IntLine(1)]
 Unused: TypeAlias = Annotated[Any, CheckedBy("not used")]

@@ -34,7 +34,10 @@ DTYPES: dict[str, Callable[[torch.dtype], bool]] = {
 COLUMN_PARTS = "weight", "logits"
 HIDDEN_PARTS = "last_hidden_state", "hidden_states[-1], of a call with output_hidden_states=True"
 TOKEN_PARTS = "weight", "log_prob", "logits"
-CASTS = {"bool": ".bool()", "int64 or int32": ".long()", "real numbers": ".float()"}
+CASTS = {"int64 or int32": ".long()", "real numbers": ".float()"}
+# .bool() would make True of labels of -100, and of the -inf of a mask that is added to scores
+OF_A_MASK = ": of a mask of 0 and 1 pass mask != 0"
+OF_LABELS = ", of labels labels != -100"
 
 
 @dataclass(frozen=True)
@@ -116,8 +119,13 @@ class TensorLine:
         """Return what to pass in the place of a tensor of another dtype."""
         if x.dtype == torch.bool and self.kind == "int64 or int32":
             return ": ids, not a mask (torch.where(mask, labels, -100), or mask.nonzero()[:, 0])"
-        if self.kind in ("bool", "int64 or int32") and x.is_floating_point() and self.hint:
+        is_several = self.shape == () and x.dim() > 0
+        is_of_masks_or_ids = self.kind in ("bool", "int64 or int32")
+        if self.hint and (is_several or (is_of_masks_or_ids and x.is_floating_point())):
             return self.hint
+        if self.kind == "bool" and not x.is_complex():
+            may_be_labels = "K" not in self._tail and not x.is_floating_point()
+            return OF_A_MASK + OF_LABELS * may_be_labels
         is_weight = self.sharded == 0 and "H" in (self.shape or ())
         if is_weight and DTYPES["int64 or int32"](x.dtype):
             return ": are these labels? The weight [width, H] comes before them"
@@ -163,14 +171,28 @@ class TensorLine:
 
     @staticmethod
     def _broadcast_hint(x, expected) -> str:
-        """Return the shape of one value for each row of tokens, or for each position in the rows."""
+        """Return what to pass in the place of a tensor that does not broadcast to the tokens.
+
+        It is a value for each row of tokens, for each position in the rows, or, where all tokens
+        are in one row, for each packed sequence.
+        """
         row, position = (
             "a value per row is [B, 1]",
             "a value per position is [1, S], pass its [None]",
         )
-        if x.dim() != 1 or len(expected) != 2 or len(x) != expected[1]:
-            return row
-        return f"{row}, and {position}" if len(x) == expected[0] else position
+        for_all = "a value for all tokens is []"
+        if not expected:
+            return for_all
+        if x.dim() == 1 and len(expected) == 2 and len(x) == expected[1]:
+            return f"{row}, and {position}" if len(x) == expected[0] else position
+        is_flat = x.squeeze().dim() <= 1 or sum(n != 1 for n in expected) <= 1
+        if is_flat and x.numel() == math.prod(expected):
+            return f"pass its .reshape({', '.join(map(str, expected))})"
+        is_one_row = math.prod(expected[:-1]) == 1
+        if is_one_row and _may_be_packed(x.numel(), expected):
+            rows = "[None]" * (len(expected) - 1)
+            return f"one per packed sequence? Pass its .repeat_interleave(lengths){rows}"
+        return for_all if len(expected) == 1 else row
 
     @property
     def _tail(self) -> tuple[str | int, ...]:
@@ -240,8 +262,13 @@ class TensorLine:
             return f": pass its [{rows}].expand({sizes})"
         if size in (1, lead[-1]):
             return f": pass its .expand({sizes})"
-        is_packed = max(lead) == math.prod(lead) >= 2 * size
+        is_packed = _may_be_packed(size, lead)
         return ": one per packed sequence? Pass its .repeat_interleave(lengths)" * is_packed
+
+
+def _may_be_packed(size: int, lead) -> bool:
+    """Return True where so many values may be those of sequences that are packed into one row."""
+    return max(lead) == math.prod(lead) >= 2 * size
 
 
 def check_alike(name: str, symbol: str, device, sizes: Sizes):
