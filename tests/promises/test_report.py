@@ -221,7 +221,11 @@ def test_a_reader_may_end_before_the_output(arguments):
     read, write = os.pipe()
     os.close(read)
     command = [sys.executable, "-m", "tp_headloss", *arguments]
-    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    # which writes at once, so that nothing is left for the end
+    buffered = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+    done = subprocess.run(
+        command, stdout=write, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=buffered
+    )
     os.close(write)
     assert (done.returncode, done.stderr) == (0, "")
 
