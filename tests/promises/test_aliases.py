@@ -218,8 +218,10 @@ def test_a_class_of_another_copy_of_the_package_is_named_with_its_module():
     assert {VocabShard, Options, Linear, Transform} <= {*found}
     checks = [*found.items(), (Term, lambda x: HeadLoss([x]))]
     checks += [(VocabShard, lambda x: vocab_statistics(LOGITS, LABELS, shard=x))]
+    assert Term.remedy  # which is of a misplaced term of this copy
     for kind, check in checks:
-        other = type(kind.__name__, (), {"__module__": "copy_of_it.part"})()
+        remedy = getattr(kind, "remedy", "")
+        other = type(kind.__name__, (), {"__module__": "copy_of_it.part", "remedy": remedy})()
         said = f"of copy_of_it.part in the place of that of {kind.__module__}: two copies"
         with pytest.raises(TypeError, match=re.escape(said)):
             check(other)
