@@ -513,7 +513,8 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
             "ids that nobody wants": refused("ValueError: ids serve the statistics ('log_probs_at',), got none of them in want", keywords=lambda here: {"ids": here.labels[:, None]}),
             "no ids": refused("ValueError: ['log_probs_at'] need ids [.., K], got none", keywords=lambda here: {"want": ("log_probs_at",)}),
         },
-        "a teacher of another shape, without entries, at a temperature or beta that cannot be, not wanted or missing": {
+        "a teacher of another shape, without entries, at a temperature or beta that cannot be, not wanted or missing; for a `HeadLoss` a beta that nothing reads": {
+            "a beta and no jsd": refused("ValueError: teacher.beta is read by Distillation(divergence='jsd')", with_head(hl.Distillation(), keywords={"inputs": lambda here: {"teacher": hl.Teacher(here.x, beta=0.1)}})),
             "a teacher of other tokens": refused("ValueError: teacher.logits must have shape", keywords=wrong_teacher(logits=lambda here: here.part(teacher[1:])), local=True),
             "a gathered teacher": refused("ValueError: teacher.logits must have shape", keywords=wrong_teacher(logits=lambda here: here.to(teacher)), sizes=(2, 4), local=True),
             "a teacher's temperature 0": refused("ValueError: teacher.temperature must be positive and finite in fp32, got 0", keywords=wrong_teacher(temperature=0)),

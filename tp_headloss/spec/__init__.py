@@ -47,8 +47,9 @@ PER_TOKEN = TensorLine("real numbers", broadcasts=True)
 EACH_LABEL = ": a number for each label, in its shape, such as table[labels.clamp(min=0)]"
 EACH_TOKEN = TensorLine("real numbers", hint=EACH_LABEL, per_token=EACH_LABEL)
 NOT_SUMS = ": log-probs are per token, not summed over a sequence"
-LOG_PROBS = TensorLine("floating point", per_token=NOT_SUMS)
-CONSTANT_LOG_PROBS = TensorLine("floating point", detached=True, per_token=NOT_SUMS)
+OF_LOGITS = ": of logits pass log_probs(logits, labels).log_prob"
+LOG_PROBS = TensorLine("floating point", hint=OF_LOGITS, per_token=NOT_SUMS)
+CONSTANT_LOG_PROBS = TensorLine("floating point", detached=True, hint=OF_LOGITS, per_token=NOT_SUMS)
 TokenValues: TypeAlias = Annotated[torch.Tensor, TOKENS]
 PerToken: TypeAlias = Annotated[torch.Tensor, PER_TOKEN]
 ConstantValues: TypeAlias = Annotated[torch.Tensor, TensorLine("floating point", detached=True)]

@@ -197,6 +197,12 @@ WRITTEN = (
     Alias("indices", "torch", "TopKTeacher", "ids="),
     Alias("values", "torch", "TopKTeacher", "log_probs="),
     Alias("tail", "many", "TopKTeacher", "tail_log_prob="),
+    Alias(
+        "lse",
+        "ours",
+        "TopKTeacher",
+        'TopKTeacher(d["ids"], d["log_probs"], ..), of the _asdict() d of what topk_log_probs returned',
+    ),
     Alias("beta, student_temperature", "ours", "Distillation", "Teacher(logits, {}=..)"),
     Alias(
         "beta, student_temperature",

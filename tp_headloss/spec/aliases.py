@@ -25,7 +25,8 @@ PLACES = {
     "HeadLoss.forward": "HeadLoss(..)(.., {}=..), an argument of the call",
     "HeadLoss.linear": "HeadLoss(..).linear(.., {}=..), an argument of the call",
 }
-# classes that users make by their class methods, and methods whose first argument is easily left out
+# classes that users make by their class methods, and functions of which an argument is easily left
+# out
 MADE_BY = {
     "Sequences": "Sequences.from_mask(mask), .from_cu_seqlens(..) or .from_ids(..)",
     "VocabShard.from_group": "VocabShard.from_group(group, vocab_size), with None for one rank",
@@ -34,6 +35,8 @@ MADE_BY = {
     "HeadLoss.linear": "HeadLoss(..).linear(hidden, weight, labels)",
     "HeadLoss.explain": "HeadLoss(..).explain(logits, labels)",
     "HeadLoss.explain_linear": "HeadLoss(..).explain_linear(hidden, weight, labels)",
+    "sample": "sample(logits, seed=seed, positions=positions), positions being for each token a "
+    "number that no other draw with this seed has, in a first one torch.arange(B * S).view(B, S)",
 }
 # parameter -> the record that it takes, whose own arguments may be given in its place
 RECORDS = {

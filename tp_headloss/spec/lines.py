@@ -11,7 +11,7 @@ import torch
 from .aliases import hint
 from .checks import FP32_MAX, is_number
 from .tensor_line import Sizes, TensorLine, check_alike
-from .words import made_of_value, shown, two_copies, type_name, with_article
+from .words import array_hint, made_of_value, shown, two_copies, type_name, with_article
 
 
 @dataclass(frozen=True)
@@ -300,7 +300,7 @@ class AnyOf:
                     raise
         kinds = [line.kind for line in self.lines if isinstance(line, Instance)]
         said = max((made_of_value(kind, value) for kind in kinds), default="")
-        said = said or self._of_another_copy(value)
+        said = said or self._of_another_copy(value) or (array_hint(value) if tensors else "")
         numbers = [line for line in self.lines if isinstance(line, NumberLine)]
         said = said or next(filter(None, [line.hint_of_other(value) for line in numbers]), "")
         raise TypeError(f"{name} must be {self.says}, got {shown(value, said)}")

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import torch
 
 from .checks import expect_dense
+from .words import array_hint
 
 # symbol of a shape -> its size, and the name of the argument that set it; "shard": the shard, which
 # knows why a tensor may have other columns or rows
@@ -101,7 +102,7 @@ class TensorLine:
 
     def _object_hint(self, x) -> str:
         """Return what to pass in the place of an object that is no tensor."""
-        if said := getattr(type(x), "remedy", ""):
+        if said := getattr(type(x), "remedy", "") or array_hint(x):
             return said
         parts: tuple[str, ...] = TOKEN_PARTS
         if self.sharded is not None:
@@ -163,7 +164,9 @@ class TensorLine:
             shape = ", ".join(str(known.get(symbol, symbol)) for symbol in (*lead, *tail))
             of = " of " * bool(setters) + " and ".join(setters)
             shard = sizes.get("shard", (None, ""))[0]
-            said = self._columns_hint(x, expected, shard) or self._shape_hint(x, lead, expected)
+            wanted = (*lead, *((known | numbers).get(symbol) for symbol in tail))
+            said = self._transposed_hint(x, wanted) or self._columns_hint(x, expected, shard)
+            said = said or self._shape_hint(x, lead, expected)
             raise ValueError(f"{name} must have shape [{shape}]{of}, got {list(x.shape)}{said}")
         for symbol, size in own_tail.items():
             if isinstance(symbol, str):
@@ -207,6 +210,14 @@ class TensorLine:
             return False
         return all(n == e or (self.broadcasts and n == 1) for n, e in zip(shape, expected))
 
+    def _transposed_hint(self, x, wanted) -> str:
+        """Return what to pass in the place of columns whose other order has the wanted sizes, of
+        which None is any."""
+        if not self._tail or self.sharded == 0 or x.dim() != 2 or len(wanted) != 2:
+            return ""
+        fits = all(size in (None, own) for size, own in zip(wanted, x.shape[::-1]))
+        return ": transposed? Pass its .T" * fits
+
     def _columns_hint(self, x, expected, shard) -> str:
         """Return what to pass in the place of a tensor with other columns, or rows, than the
         shard's, if that is known."""
@@ -241,8 +252,11 @@ class TensorLine:
             return ": transposed? Pass its .T"
         if self.kind == "int64 or int32" and tuple(x.shape[:-1]) == lead:
             return (
-                ": several ids for each token are ids= of vocab_statistics(want=('log_probs_at',))"
+                ": several ids for each token are ids= of vocab_statistics(want=('log_probs_at',)), "
+                "and of one-hot labels pass their .argmax(-1)"
             )
+        if tuple(x.shape[:-1]) == lead and self.hint:
+            return self.hint
         said = self._fewer_hint(x, lead, sizes)
         return self.per_token if said and self.per_token else said
 
