@@ -1220,11 +1220,6 @@ GROUPS = {
     ],
     "test_registration_ids": [
         ("engine/registration.py", "register_statistic", "try_later_ids(trial)", "pass"),
-        ("engine/registration.py", "_check_results", "_expect_packet_rows(family, family.rescale(rows, merging.drop, merging.factor))", "pass"),
-        ("engine/registration.py", "register_statistic", "_check_device(family)", "pass"),
-        ("engine/registration.py", "_check_device", "isinstance(device, property)", "False"),
-        ("engine/trial.py", "try_family", "trial.check_ignored_label()", "pass"),
-        ("engine/trial.py", "Trial.check_ignored_label", "self.compare(found, expected, 'beside an ignored label', 'without', ('finish', *SUMS))", "pass"),
         ("engine/trial.py", "try_later_ids", "from_0.check_sums()", "pass"),
         ("engine/trial.py", "try_later_ids", "try_family(at_id)", "pass"),
         ("engine/trial.py", "try_later_ids", "max(y for y in LABELS if y <= first)", "min(first, 1)"),
@@ -1282,6 +1277,11 @@ GROUPS = {
         ("head_loss/definition.py", "_warn_of_constants", "names_stated('gradients') | {'target_logit'}", "names_stated('gradients')"),
     ],
     "test_registration": [
+        ("engine/registration.py", "_check_results", "_expect_packet_rows(family, family.rescale(rows, merging.drop, merging.factor))", "pass"),
+        ("engine/registration.py", "register_statistic", "_check_device(family)", "pass"),
+        ("engine/registration.py", "_check_device", "isinstance(device, property)", "False"),
+        ("engine/trial.py", "try_family", "trial.check_ignored_label()", "pass"),
+        ("engine/trial.py", "Trial.check_ignored_label", "self.compare(found, expected, 'beside an ignored label', 'without', ('finish', *SUMS))", "pass"),
         ("statistics/sets.py", "SetsFamily.value_rows", "call.has_labels", "True"),
         ("statistics/__init__.py", "families_with", "sorted([*FAMILIES[len(BUILT_IN):], family], key=lambda known: sorted(known.statistics))", "[*FAMILIES[len(BUILT_IN):], family]"),
         ("statistics/__init__.py", "_in_order", "sorted(rows)", "rows"),
