@@ -465,7 +465,7 @@ MESSAGES = {
     ),
     "a clip in the place of a weight": (
         lambda: PolicyGradient("clip", (0.2, 0.28)),
-        "or a scalar tensor of real numbers, got (0.2, 0.28): write clip=(0.2, 0.28)",
+        "or a scalar tensor of floating point, got (0.2, 0.28): write clip=(0.2, 0.28)",
     ),
     "an estimator in the place of a weight": (
         lambda: GRPO(kl="k3"),

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 import torch
-import torch.distributed as dist
 from torch.nn import functional as F
 
 from ...arguments.options import Options
@@ -22,7 +21,14 @@ from .. import require
 from ..hooks import is_from
 from ..replacement import Counted, evaluating, expect_close, replaced
 from .head import MegatronHead, megatron_head
-from .layer import LOSSES_OF, layer_shard, refuse_ignored, refuse_options, refuse_other_methods
+from .layer import (
+    LOSSES_OF,
+    group_of_any,
+    layer_shard,
+    refuse_ignored,
+    refuse_options,
+    refuse_other_methods,
+)
 from .postprocess import MegatronHeadMixin, postprocess
 
 # heads that differ between ranks would make them wait for each other, or lose the loss silently
@@ -106,7 +112,7 @@ def install(
         RuntimeError: the check failed, or the model's own losses are not finite.
     """
     require("megatron-core")
-    with Agreement(ALIKE, _part_of(_group_of_any(model))) as agreement:
+    with Agreement(ALIKE, _part_of(group_of_any(model))) as agreement:
         model, owner = _checked_model(model, fused)
         # gets hidden states and labels
         entry = "_postprocess" if hasattr(owner, "_postprocess") else "forward"
@@ -188,19 +194,6 @@ def _checked_model(model, fused):
 def _group(model):
     """Return the process group of a model's output layer, or None if the layer knows none."""
     return getattr(model.output_layer, "tp_group", None)
-
-
-def _group_of_any(model):
-    """Return the tensor-parallel group of whatever was given as a model, None where it has none:
-    that of its output layer, or else that of all of Megatron, which ranks with a model have."""
-    from megatron.core import parallel_state
-
-    while not hasattr(model, "output_layer") and hasattr(model, "module"):
-        model = model.module
-    group = getattr(getattr(model, "output_layer", None), "tp_group", None)
-    if not isinstance(group, dist.ProcessGroup):
-        group = parallel_state.get_tensor_model_parallel_group(check_initialized=False)
-    return group
 
 
 def _part_of(group) -> VocabShard | None:

@@ -29,6 +29,19 @@ NOT_CALLED = ("compute_language_model_loss", "_scale_logits")
 LOSSES_OF = ("megatron", "transformer_engine", "torch")
 
 
+def group_of_any(model):
+    """Return the tensor-parallel group of whatever was given as a model, None where it has none:
+    that of its output layer, or else that of all of Megatron, which ranks with a model have."""
+    from megatron.core import parallel_state
+
+    while not hasattr(model, "output_layer") and hasattr(model, "module"):
+        model = model.module
+    group = getattr(getattr(model, "output_layer", None), "tp_group", None)
+    if not isinstance(group, dist.ProcessGroup):
+        group = parallel_state.get_tensor_model_parallel_group(check_initialized=False)
+    return group
+
+
 def layer_shard(group, width: int, vocab_size: int | None) -> VocabShard:
     """Return this rank's shard of an output layer of `width` rows a rank; those at or beyond
     vocab_size are padding."""
