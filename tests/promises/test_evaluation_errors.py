@@ -215,8 +215,8 @@ MESSAGES = {
         "want must be a tuple of names, got generator: pass list(..) of it",
     ),
     "a generator where no list is taken": (
-        lambda: log_probs(LOGITS, LABELS, options=(x for x in [])),
-        "options must be an Options, got generator$",
+        lambda: Transform(temperature=(x for x in [0.7])),
+        "got generator$",
     ),
     "sums as outputs": (
         lambda: mean_metrics([OUT.metrics]),
