@@ -17,6 +17,15 @@ expect_among() {  # the names that there are, in one argument; those that were g
     done
 }
 
+expect_modules() {  # a Python, modules that it must have
+    local find='import importlib.util as u, sys; sys.exit(", ".join(x for x in sys.argv[1:] if not u.find_spec(x)) or 0)'
+    local missing
+    missing=$("$1" -c "$find" "${@:2}" 2>&1) || {
+        echo "$(basename "$0" .sh): $1 has no ${missing##*$'\n'}; first: bash scripts/setup.sh test train" >&2
+        exit 1
+    }
+}
+
 from_here() {  # a path -> the same one from any folder
     case $1 in /*) echo "$1" ;; *) echo "$PWD/$1" ;; esac
 }

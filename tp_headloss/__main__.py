@@ -5,8 +5,9 @@ of torchrun:
     torchrun --standalone --nproc-per-node 2 -m tp_headloss
 
 The check compares three losses and their gradients with plain torch in float64, on the CPU and on
-each GPU; on several ranks, with the vocabulary sharded over all of them. It takes seconds, and the
-exit code is 1 if something differs.
+each GPU; on several ranks, with the vocabulary sharded over all of them. It takes seconds; a rank
+that does not come, or does not answer, is waited for two minutes. The exit code is 1 if something
+differs or a rank is missing, and 2 for wrong options or variables of the environment.
 
     python -m tp_headloss plan --tokens 8192 --vocab 128256 --hidden 4096 --tp 2 --from hidden
 
@@ -15,11 +16,15 @@ write.
 """
 
 import argparse
+import contextlib
+import importlib
+import importlib.util
 import os
 import platform
+import socket
 import sys
+from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -27,53 +32,83 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from . import CrossEntropy, Distillation, HeadLoss, Teacher, VocabShard, ZLoss, __version__, plan
+from .engine.backend import version_numbers
 from .engine.transports.symmetric_memory import obstacle
 from .integrations import TESTED, installed_version, standing
-from .ranks.comm import gather_objects, group_size
+from .ranks.comm import gather_objects, group_size, say_presence, silent_ranks
+from .version import FOLDER, digest_of_sources
 
 NEEDED = {"torch": "2.11", "triton": "3.6"}  # oldest versions
 TOKENS, VOCAB, HIDDEN = 24, 1000, 32
 TOLERANCE = 1e-5  # of fp32, relative to the largest element
-# how long ranks wait for each other where variables that are left over may have made them wait
-JOIN = timedelta(minutes=1)
+# how long ranks wait for each other, when they meet and in each collective
+WAIT = timedelta(minutes=2)
+# how long a rank whose collective has ended asks which others are there
+ROLL_CALL = 10.0  # seconds
+OF_A_RANK = "RANK", "LOCAL_RANK"
 START = (
-    "write torchrun --standalone --nproc-per-node N -m tp_headloss, or unset WORLD_SIZE to check "
-    "one process"
+    "write torchrun --standalone --nproc-per-node N -m tp_headloss, or unset WORLD_SIZE, "
+    f"{' and '.join(OF_A_RANK)} to check one process"
 )
+NO_TRITON = "not installed"
+
+
+def version_of_triton() -> str:
+    """Return the version of the Triton that an import finds here, or what stands in its way."""
+    if importlib.util.find_spec("triton") is None:
+        return NO_TRITON
+    try:
+        return importlib.import_module("triton").__version__
+    except Exception as error:  # a RuntimeError where it finds no driver
+        return f"cannot be imported, {type(error).__name__}: {error}"
 
 
 def versions() -> dict[str, str]:
     """Return the versions that must be equal on all ranks."""
     return {
-        "tp_headloss": __version__,
+        "tp_headloss": f"{__version__} of sources {digest_of_sources()}",
         "torch": str(torch.__version__),
-        "triton": installed_version("triton") or "not installed",
+        "triton": version_of_triton(),
         "Python": platform.python_version(),
     }
 
 
-def different_versions(found: list[dict[str, str]]) -> list[str]:
-    """Return a line for each name whose version is not the same on all ranks."""
+def different_versions(found: list[tuple[dict[str, str], str]]) -> list[str]:
+    """Return a line for each name whose version is not the same on all ranks.
+
+    found: versions of each rank, and the folder of its package.
+    """
     lines = []
-    for name in found[0]:
+    for name in found[0][0]:
         ranks_with: dict[str, list[str]] = {}
-        for rank, of_rank in enumerate(found):
-            ranks_with.setdefault(of_rank[name], []).append(str(rank))
+        for rank, (of_rank, folder) in enumerate(found):
+            version = of_rank[name]
+            shown = f"{version} in {folder}" if name == "tp_headloss" else version
+            ranks_with.setdefault(shown, []).append(str(rank))
         told = (f"{version} on rank {', '.join(ranks)}" for version, ranks in ranks_with.items())
-        if len(ranks_with) > 1:
+        if len({of_rank[name] for of_rank, _ in found}) > 1:
             lines.append(f"FAILED: {name} must have one version on all ranks: {'; '.join(told)}")
     return lines
+
+
+def version_line(name: str, found: str) -> str:
+    """Return a line on the version of what the package needs."""
+    line, oldest = f"{name} {found} (>= {NEEDED[name]})", version_numbers(NEEDED[name])
+    if found == NO_TRITON:  # CPUs need none, and the check of a GPU says so
+        return line
+    if found[0].isdecimal() and version_numbers(found) >= oldest:
+        return line
+    return f"FAILED: {line}"
 
 
 def environment() -> list[str]:
     """Return lines on versions, GPUs and hosts of this process."""
     these = versions()
     lines = [
-        f"tp_headloss {__version__} in {Path(__file__).parent}, Python {these['Python']}, "
-        f"{platform.platform()}"
+        f"tp_headloss {__version__} in {FOLDER}, Python {these['Python']}, {platform.platform()}",
+        f"tp_headloss {these['tp_headloss']}",
     ]
-    for name, oldest in NEEDED.items():
-        lines.append(f"{name} {these[name]} (>= {oldest})")
+    lines += [version_line(name, these[name]) for name in NEEDED]
     for i in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(i)
         lines.append(
@@ -160,24 +195,27 @@ def self_check(device: torch.device, group: dist.ProcessGroup | None) -> dict[st
 
 def report(devices: list[torch.device], group: dist.ProcessGroup | None) -> tuple[list[str], bool]:
     """Return the lines of the report, and whether all checks passed on all ranks of the group."""
-    lines, passed = environment(), True
-    if group is not None and (different := different_versions(gather_objects(versions(), group))):
-        return [*lines, *different], False
+    lines = environment()
+    passed = not any(line.startswith("FAILED") for line in lines)
+    if group is not None:
+        found = gather_objects((versions(), str(FOLDER)), group)
+        if different := different_versions(found):
+            return [*lines, *different], False
     for device in devices:
         where = str(device) if group is None else f"{device.type}, {group_size(group)} ranks"
         try:
             # In this thread: autograd's own may still drop its last tensors when the program ends,
             # for which torch 2.11 on Python 3.12 aborts the process.
             with torch.autograd.set_multithreading_enabled(False):
-                found = self_check(device, group)
+                errors = self_check(device, group)
         except Exception as error:
             if group is not None:
                 raise  # torchrun ends the other ranks, which wait
             lines.append(f"FAILED: {where}: {type(error).__name__}: {error}")
             passed = False
             continue
-        results = [found] if group is None else gather_objects(found, group)
-        for name in found:
+        results = [errors] if group is None else gather_objects(errors, group)
+        for name in errors:
             # NaN is the worst
             worst = max((result[name] for result in results), key=lambda x: (x != x, x))
             passed &= worst <= TOLERANCE
@@ -199,10 +237,13 @@ class Job(NamedTuple):
 
 def job() -> Job:
     """Return what torchrun's variables say; ValueError that names one which is missing or wrong."""
-    if "WORLD_SIZE" not in os.environ:
+    of_a_rank = [name for name in OF_A_RANK if name in os.environ]
+    if "WORLD_SIZE" not in os.environ and not of_a_rank:
         return Job()
     ranks = number_of("WORLD_SIZE", 1, 2**31 - 1)
     if ranks == 1:
+        for name in of_a_rank:
+            number_of(name, 0, 0)
         return Job()
     host = os.environ.get("MASTER_ADDR")
     if not host:
@@ -224,22 +265,72 @@ def number_of(name: str, least: int, most: int) -> int:
     text = os.environ.get(name, "")
     if text.isdecimal() and least <= int(text) <= most:
         return int(text)
-    raise ValueError(
-        f"{name} must be a whole number from {least} to {most}, got {text or 'nothing'}: {START}"
-    )
+    expected = f"a whole number from {least} to {most}" if least < most else f"{least} of one rank"
+    raise ValueError(f"{name} must be {expected}, got {text or 'nothing'}: {START}")
+
+
+def uses_gpus(given: Job) -> bool:
+    """Whether each rank of this host has a GPU of its own."""
+    return torch.cuda.device_count() >= given.local_ranks
+
+
+def expect_network(given: Job) -> None:
+    """Raise ValueError for variables that name a host or an interface which is not there: torch
+    would look for it for minutes."""
+    if given.ranks == 1:
+        return
+    host = os.environ["MASTER_ADDR"]
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        raise ValueError(
+            f"MASTER_ADDR must be the host of rank 0, got {host}, which has no address here: {error}"
+        ) from None
+    name = "NCCL_SOCKET_IFNAME" if uses_gpus(given) else "GLOO_SOCKET_IFNAME"
+    expect_interfaces(name, os.environ.get(name, ""))
+
+
+def expect_interfaces(name: str, value: str) -> None:
+    """Raise ValueError where a variable names interfaces of which this machine has none.
+
+    For NCCL, "^eth" are all others, "=eth0" is this one, and "eth" are all that begin so.
+    """
+    there = [interface for _, interface in socket.if_nameindex()]
+    names = [x for x in value.removeprefix("=").split(",") if x]
+    if not names or value.startswith("^"):
+        return
+    if name == "GLOO_SOCKET_IFNAME":
+        right = set(names) <= set(there)
+    else:
+        right = any(interface.startswith(tuple(names)) for interface in there)
+    if not right:
+        raise ValueError(
+            f"{name} must name network interfaces of this machine, {', '.join(there)}, got {value}: "
+            f"unset {name} to let torch choose"
+        )
+
+
+@contextlib.contextmanager
+def until_reader_ends() -> Iterator[None]:
+    """Return a context in which a reader of the output, such as `head`, may end before it."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # what Python writes when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def join(given: Job, backend: str) -> None:
     """Begin the process group, or exit where its ranks do not come in time."""
     if given.local_rank == 0:
-        print(
-            f"waiting for {given.ranks} ranks at {given.address}; to check one process, unset "
-            "WORLD_SIZE",
-            flush=True,
-        )
-    timeout = None if "TORCHELASTIC_RUN_ID" in os.environ else JOIN
+        with until_reader_ends():
+            print(
+                f"waiting for {given.ranks} ranks at {given.address}; to check one process, unset "
+                "WORLD_SIZE"
+            )
     try:
-        dist.init_process_group(backend, timeout=timeout)
+        dist.init_process_group(backend, timeout=WAIT)  # of its collectives, too
     except RuntimeError as error:
         (reason, *_) = str(error).splitlines() or [""]
         sys.exit(
@@ -248,23 +339,46 @@ def join(given: Job, backend: str) -> None:
         )
 
 
+def expect_answers(given: Job, error: Exception) -> None:
+    """Exit with the ranks that did not answer, where an error says that a collective waited too
+    long."""
+    with contextlib.suppress(RuntimeError):  # the store has ended with its process
+        say_presence()
+    (reason, *_) = str(error).splitlines() or [""]
+    if not (isinstance(error, RuntimeError) and "imed out" in reason):
+        return
+    silent: list[int] = []
+    # Rank 0 holds the store where torchrun does not, and a store that has stopped is waited for
+    # without end.
+    if given.rank == 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        silent = silent_ranks(ROLL_CALL)
+    ranks = f"rank {', '.join(map(str, silent))} does" if silent else "some of them do"
+    sys.exit(
+        f"FAILED: expected an answer of all {given.ranks} ranks within {WAIT.total_seconds():g} "
+        f"seconds, and {ranks} not answer rank {given.rank}: {reason}"
+    )
+
+
 def report_of_job(given: Job) -> tuple[list[str], bool]:
     """Return the report of one process on all its devices, or of all ranks on one device each."""
-    gpus = torch.cuda.device_count()
     if given.ranks == 1:
+        gpus = torch.cuda.device_count()
         return report([torch.device("cpu"), *(torch.device("cuda", i) for i in range(gpus))], None)
-    use_gpus = gpus >= given.local_ranks
-    device = torch.device("cuda", given.local_rank) if use_gpus else torch.device("cpu")
-    if use_gpus:
+    device = torch.device("cuda", given.local_rank) if uses_gpus(given) else torch.device("cpu")
+    if device.type == "cuda":
         torch.cuda.set_device(device)
-    join(given, "nccl" if use_gpus else "gloo")
-    lines, passed = report([device], dist.group.WORLD)
+    join(given, "nccl" if device.type == "cuda" else "gloo")
+    try:
+        lines, passed = report([device], dist.group.WORLD)
+    except Exception as error:
+        expect_answers(given, error)
+        raise
     dist.destroy_process_group()
     return lines, passed
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = plan.Parser(
         "python -m tp_headloss",
         None,
         __doc__,
@@ -275,14 +389,18 @@ def main() -> None:
     plan_parser = plan.add_command(parser.add_subparsers(dest="command"))
     given = parser.parse_args()
     if given.command is not None:
-        return plan.run(given, plan_parser)
+        with until_reader_ends():
+            plan.run(given, plan_parser)
+        return
     try:
         this = job()
+        expect_network(this)
     except ValueError as error:
         parser.error(str(error))
     lines, passed = report_of_job(this)
     if this.rank == 0:
-        print("\n".join(lines), flush=True)
+        with until_reader_ends():
+            print("\n".join(lines))
     sys.exit(not passed)
 
 

@@ -8,7 +8,9 @@ Communication is not in it.
 """
 
 import argparse
+import contextlib
 import os
+import sys
 from typing import NamedTuple
 
 import torch
@@ -302,6 +304,22 @@ def report(head: Head, from_hidden: bool, bandwidth: float | None, tflops: float
     return "\n".join(lines)
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors name unknown options, too: argparse looks first for what is missing,
+    which a misspelt option is as well."""
+
+    unknown: tuple[str, ...] = ()
+
+    def parse_known_args(self, args=None, namespace=None):
+        names = [x.split("=")[0] for x in args or sys.argv[1:] if x.startswith("--")]
+        self.unknown = tuple(x for x in names if x not in self._option_string_actions)
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message):
+        said = f"; unknown: {', '.join(self.unknown)}" if "required" in message else ""
+        super().error(message + said * bool(self.unknown))
+
+
 def add_command(commands) -> argparse.ArgumentParser:
     """Add `plan` to the commands of an argparse parser; return the parser of its options."""
     parser = commands.add_parser(
@@ -351,20 +369,24 @@ def run(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
 
 def terabytes(text: str) -> float:
     """TB/s that a GPU's memory can have, for argparse: no GB/s."""
-    if not 0 < (number := float(text)) < 100:
-        raise argparse.ArgumentTypeError(f"expected TB/s, below 100, got {text}")
-    return number
+    return number_below(100, text, "TB/s")
 
 
 def teraflops(text: str) -> float:
     """TFLOP/s that a GPU can have, for argparse: no GFLOP/s."""
-    if not 0 < (number := float(text)) < 1e4:
-        raise argparse.ArgumentTypeError(f"expected TFLOP/s, below 10000, got {text}")
-    return number
+    return number_below(10_000, text, "TFLOP/s")
+
+
+def number_below(most: int, text: str, unit: str) -> float:
+    """The positive number in a text; ArgumentTypeError unless it is below another one."""
+    with contextlib.suppress(ValueError):
+        if 0 < (number := float(text)) < most:
+            return number
+    raise argparse.ArgumentTypeError(f"expected {unit}, below {most}, got {text!r}")
 
 
 def positive(text: str) -> int:
     """A positive whole number, for argparse."""
-    if (number := int(text)) < 1:
-        raise ValueError
-    return number
+    if text.isdecimal() and int(text) >= 1:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")

@@ -15,9 +15,10 @@ parts="one_read cross_entropy tests linear tasks narrow megatron megatron_dp tor
 expect_among "$parts" "$@"
 # shellcheck disable=SC2086  # one word per part
 [ $# -gt 0 ] || set -- $parts
-mkdir -p "$out"
 python=${PYTHON:-python3}
 if [ -x .venv/bin/python ]; then python=.venv/bin/python; fi
+expect_modules "$python" torch triton
+mkdir -p "$out"
 ranks=${GPUS:-$("$python" -c 'import torch; print(torch.cuda.device_count())')}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
 [ "$ranks" -lt 4 ] || export TP_HEADLOSS_FULL=1

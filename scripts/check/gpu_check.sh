@@ -6,5 +6,7 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 python=${PYTHON:-python3}
 if [ -x "$root/.venv/bin/python" ]; then python=$root/.venv/bin/python; fi
+source "$root/scripts/arguments.sh" --  # --help is Python's
+expect_modules "$python" torch triton
 export TP_HEADLOSS_FULL=1
 exec "$python" "$root/scripts/check/gpu_check.py" "$@"

@@ -547,8 +547,9 @@ def other_version_run(group, device, known):
     """A call of ranks of two versions, of which the last one's says no version unless `known`."""
     call, is_last = Call(group, device), dist.get_rank(group) == dist.get_world_size(group) - 1
     version = mock.patch.object(agreement, "__version__", "0.2.0" if is_last else "0.3.0")
-    rows = mock.patch.object(agreement, "_checksum_of_rows", mock.Mock(return_value=(8, 1)))
-    with version, rows:
+    alike = mock.Mock(return_value={"weight": (8, 1)})
+    own = mock.patch.object(agreement, "checksums_of_own_ids", alike)
+    with version, own:
         if is_last and not known:
             exchange = agreement.gather_objects
 

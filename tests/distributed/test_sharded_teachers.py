@@ -64,6 +64,95 @@ def test_ranks_compare_their_teachers(name):
         )
 
 
+def calls_of_own_ids(group, device, given, dtype=torch.float32, vocab_size=8):
+    """Return what full validation says of calls with these columns, "" if it says nothing.
+
+    Args:
+        given: by the name of a part, a function of it (whole [N, 8], this rank's columns [N, 4]) ->
+            the columns that this rank gives.
+    """
+    drawn = torch.randn(4, N, 8, generator=torch.Generator().manual_seed(5))
+    shard = hl.VocabShard.from_group(group, vocab_size, padded_size=8)
+    names = "logits", "teacher.logits", "weight", "teacher.weight"
+    parts = {}
+    for name, whole in zip(names, drawn.to(device, dtype)):
+        columns = whole[:, shard.start : shard.stop]
+        change = given.get(name)
+        columns = columns if change is None else change(whole, columns)
+        parts[name] = columns.T.contiguous() if name.endswith("weight") else columns
+    hidden = torch.ones(N, N, device=device, dtype=dtype)
+    options = hl.Options(validate="full")
+    head_loss = hl.HeadLoss([hl.Distillation()], options=options)
+    labels = torch.zeros(N, dtype=torch.int64, device=device)
+    teacher = hl.Teacher(parts["teacher.logits"])
+    head = hl.TeacherHead(hidden, parts["teacher.weight"])
+    where = {"shard": shard}
+    checked = {"shard": shard, "options": options}
+    wanted = {"want": ("forward_kl",), **checked}
+    weight = parts["weight"]
+    calls = [
+        lambda: head_loss(parts["logits"], labels, inputs={"teacher": teacher}, **where),
+        lambda: head_loss.linear(hidden, weight, labels, inputs={"teacher": head}, **where),
+        lambda: hl.vocab_statistics(parts["logits"], teacher=teacher, **wanted),
+        lambda: hl.linear_vocab_statistics(hidden, weight, teacher=head, **wanted),
+        lambda: hl.topk_log_probs(parts["logits"], 2, **checked),
+    ]
+    said = []
+    for call in calls:
+        try:
+            call()
+            said.append("")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def of_first_rank(whole, columns):
+    return whole[:, : columns.shape[1]]
+
+
+def masked(whole, columns):
+    """Columns that are equal on all ranks: one number at each token, and NaN at the first."""
+    same = whole[:, :1].clone()
+    same[0] = torch.nan
+    return same.expand_as(columns)
+
+
+ROWS_OF = "each rank must have its own rows of "
+COLUMNS_OF = "each rank must have its own columns of "
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "logits",
+            [COLUMNS_OF + "logits", None, COLUMNS_OF + "logits", None, COLUMNS_OF + "logits"],
+        ),
+        ("teacher.logits", [COLUMNS_OF + "teacher.logits", None] * 2 + [None]),
+        ("weight", [None, ROWS_OF + "the weight"] * 2 + [None]),
+        ("teacher.weight", [None, ROWS_OF + "teacher.weight"] * 2 + [None]),
+    ],
+)
+def test_equal_ids_on_two_ranks_are_an_error_of_full_validation(name, words, dtype):
+    for said in on_ranks(2, calls_of_own_ids, {name: of_first_rank}, dtype):
+        for found, expected in zip(said, words, strict=True):
+            if expected is None:
+                assert found == ""
+            else:
+                assert found.startswith(f"{expected}, got equal ones on ranks 0 and 1"), found
+
+
+def test_columns_that_may_rightly_be_equal_are_no_error():
+    names = "logits", "teacher.logits", "weight", "teacher.weight"
+    assert on_ranks(2, calls_of_own_ids, {}) == [[""] * 5] * 2
+    assert on_ranks(2, calls_of_own_ids, dict.fromkeys(names, masked)) == [[""] * 5] * 2
+    # of which the last rank has padding alone
+    all_alike = dict.fromkeys(names, of_first_rank)
+    assert on_ranks(2, calls_of_own_ids, all_alike, torch.float32, 4) == [[""] * 5] * 2
+
+
 def dtensor_run(group, device, how):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor

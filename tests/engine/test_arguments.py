@@ -6,6 +6,7 @@ import re
 import warnings
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from logits_problem import N, V, rows
@@ -57,6 +58,22 @@ TYPES = {
         "clip", eps=0.2
     ),
     r"KLToReference takes the options .* got \['clamp'\]": lambda: hl.KLToReference(0.1, clamp=3),
+    "labels must be a tensor, got ndarray: pass torch.from_numpy": lambda: hl.HeadLoss()(
+        ROW, IDS.numpy()
+    ),
+    "scalar tensor, got ndarray: pass torch.from_numpy": lambda: hl.HeadLoss()(
+        ROW, IDS, denominator=IDS.numpy()
+    ),
+    "got the class float16: write torch.float16": lambda: hl.topk_log_probs(
+        ROW, 2, dtype=np.float16
+    ),
+    "dtype must be a dtype, got str: write torch.bfloat16": lambda: hl.topk_log_probs(
+        ROW, 2, dtype="torch.bfloat16"
+    ),
+    "DType: write torch.int32": lambda: hl.topk_log_probs(ROW, 2, ids_dtype=np.dtype("int32")),
+    # which is float64 to NumPy and float32 to torch
+    "dtype must be a dtype, got str$": lambda: hl.topk_log_probs(ROW, 2, dtype="float"),
+    "got logits, seed: write sample.* that no other draw": lambda: hl.sample(ROW, seed=0),
     "got a DeviceMesh: use VocabShard.from_mesh": lambda: hl.VocabShard.from_group(DeviceMesh(), V),
     "mesh must be a torch.distributed.Dev": lambda: hl.VocabShard.from_mesh("tp", V),
     "parts must be a tuple or list, got dict": lambda: hl.combine_metrics({"a": X}),
@@ -112,6 +129,18 @@ TYPES = {
     ),
 }
 VALUES = {
+    rf"k must be in \[1, {V}\], got {V + 1}: are these logits one rank's": lambda: (
+        hl.topk_log_probs(X, V + 1)
+    ),
+    "is the weight one rank's rows": lambda: hl.topk_log_probs(STATES, V + 1, weight=WEIGHT),
+    rf"ids must be in .* got \[{V}\]: is the weight one rank's rows": lambda: hl.select_rows(
+        WEIGHT, torch.tensor([0, V])
+    ),
+    r"ids must be in .* got \[-1\]$": lambda: hl.select_rows(WEIGHT, torch.tensor([-1, 0])),
+    r"of one-hot labels pass their .argmax\(-1\)": lambda: hl.HeadLoss()(ROW, ROW.long()),
+    rf"\[1\] of labels, got \[1, {V}\]: of logits pass log_probs\(": lambda: with_head(
+        hl.KLToReference(1.0), inputs={"reference_log_prob": ROW}
+    ),
     "scale / temperature": lambda: hl.vocab_statistics(
         X, transform=hl.Transform(scale=1e30, temperature=1e-30)
     ),

@@ -213,14 +213,18 @@ def run_case(group, device, case, linear=None):
     lead = shaped(p["ignored"], case).shape
     logits = shaped(logits, case) if case.lead == "sequence" else logits.view(*lead, stop - start)
     teacher = None
+    # a loss refuses one that nothing reads
+    terms = make_terms(case, p, device) if case.head else []
+    reads_beta = not case.head or any("jsd" in name for term in terms for name in term.want)
+    beta = BETA if reads_beta else None
     if case.teacher == "whole":
         teacher = hl.Teacher(
-            shaped(local(p["t"]), case), moved(p["of_teacher"]), moved(p["of_student"]), BETA
+            shaped(local(p["t"]), case), moved(p["of_teacher"]), moved(p["of_student"]), beta
         )
     elif case.teacher == "topk":
         teacher = hl.TopKTeacher(
             moved(p["ids"]), moved(p["log_probs"]), moved(p["mask"]), None,
-            moved(p["of_teacher"]), moved(p["of_student"]), case.renormalize, BETA,
+            moved(p["of_teacher"]), moved(p["of_student"]), case.renormalize, beta,
         )  # fmt: skip
     sets = make_sets(case, p, moved) if case.sets else None
     bias = None if p["bias"] is None else local(p["bias"], 0.0).requires_grad_()
@@ -257,7 +261,7 @@ def run_case(group, device, case, linear=None):
         more = {"bias": bias, "linear": hl.Linear(linear)}
     if case.head:
         head = hl.HeadLoss(
-            make_terms(case, p, device),
+            terms,
             reduction=case.reduction,
             ignore_index=case.ignore_index,
             options=options,

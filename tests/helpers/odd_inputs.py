@@ -227,7 +227,8 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
             "NaN and -inf only": rows(torch.full((N, V), -INF).index_fill(1, torch.tensor(7), NAN), nan=tuple(range(N))),
             "NaN, entropy and total": edited(3, 50, NAN, nan=(3,), want=("log_prob", "entropy", "total", "argmax")),
         },
-        "NaN, or an infinity that makes NaN, in logits, hidden states, weight, bias or teacher of a valid token, nothing above -inf there, or a temperature that is not positive; NaN or any infinity, but -inf as a log-prob, in its inputs or token weight, with `Options(check=True)`": {
+        "NaN, or an infinity that makes NaN, in logits, hidden states, weight, bias or teacher of a valid token, nothing above -inf there, or a temperature that is not positive; NaN or any infinity, but -inf as a log-prob of other than the sampler (`old_log_prob`, `generator_log_prob`), in its inputs or token weight, with `Options(check=True)`": {
+            "a sampled token of log-prob -inf, with check": refused("ValueError: input 'old_log_prob' of token 2 (flat index) is -inf, which no sampled token has", with_head(hl.PolicyGradient(), keywords={"inputs": lambda here: {"advantages": here.to(ones), "old_log_prob": here.to((-ones).index_fill(0, torch.tensor(2), -INF))}}), options={"check": True}),
             "NaN on the last rank, with check": edited(3, 50, NAN, options={"check": True}, raises="ValueError: logits of token 3 hold NaN"),
             "+inf, with check": edited(3, 5, INF, options={"check": True}, raises="ValueError: logits of token 3 hold inf"),
             "row all -inf, with check": edited(3, everywhere, -INF, options={"check": True}, raises="ValueError: logits of token 3 are all -inf"),
@@ -331,19 +332,21 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
         "a second derivative: `create_graph=True` and a penalty, hessian, hvp": {
             "a gradient penalty": refused("RuntimeError: tp_headloss has first derivatives only", lambda here: torch.autograd.grad(torch.autograd.grad(hl.vocab_statistics(here.x, here.labels, shard=here.shard, options=here.options).log_prob.sum(), here.x, create_graph=True)[0].square().sum(), here.x)),
         },
-        "NaN as the weight of a valid token, or as the denominator": {
+        "NaN as the weight of a valid token, or in a denominator that is a tensor": {
             "NaN token weight": rows(loss={"token_weight": ones.index_fill(0, torch.tensor(1), NAN)}),
-            "NaN denominator": rows(loss={"denominator": NAN}),
+            "NaN denominator": rows(loss={"denominator": torch.tensor(NAN)}),
         },
-        "weights, denominators and inputs that do not fit": {
+        "weights, denominators and inputs that do not fit, and a denominator of NaN, a tensor's with `Options(check=True)`": {
             "token weights of another shape": refused("ValueError: token_weight must have shape [4] of labels, got [3]", with_head(keywords={"token_weight": ones[1:]})),
             "a denominator per token": refused("ValueError: denominator must have shape [], got [4]", with_head(keywords={"denominator": ones})),
+            "a denominator of NaN": refused("ValueError: denominator must be at least 0 and a number that fp32 holds, got nan", with_head(keywords={"denominator": NAN})),
+            "a denominator of NaN in a tensor, with check": refused("ValueError: denominator must be at least 0 and a number that fp32 holds, got nan", with_head(keywords={"denominator": torch.tensor(NAN)}), options={"check": True}),
             "a denominator of a sum": refused("ValueError: a denominator goes with a mean, got reduction='sum'", with_head(reduction="sum", keywords={"denominator": 3})),
             "class weights of a shard": refused("ValueError: class_weight must have shape [64]", lambda here: with_head(hl.CrossEntropy(class_weight=here.to(torch.ones(V // 2))))(here), local=True),
             "column weights of the vocabulary": refused("ValueError: total_weight must have shape", keywords=lambda here: {"want": ("total",), "total_weight": torch.ones(V + 1)}, local=True),
             "an input missing": refused("ValueError: inputs must be ['advantages', 'old_log_prob'] for these terms and metrics, got ['advantages']: missing ['old_log_prob']", with_head(hl.PolicyGradient("clip"), keywords={"inputs": lambda here: {"advantages": here.to(ones)}})),
             "an input too many": refused("ValueError: inputs must be [] for these terms and metrics, got ['advantages']", with_head(keywords={"inputs": lambda here: {"advantages": here.to(ones)}})),
-            "an input of another shape": refused("ValueError: input 'advantages' must broadcast to the tokens [4] with as many dimensions, got [3]: a value per row is [B, 1]", with_head(hl.PolicyGradient("reinforce"), keywords={"inputs": lambda here: {"advantages": here.to(ones[:3])}})),
+            "an input of another shape": refused("ValueError: input 'advantages' must broadcast to the tokens [4] with as many dimensions, got [3]: a value for all tokens is []", with_head(hl.PolicyGradient("reinforce"), keywords={"inputs": lambda here: {"advantages": here.to(ones[:3])}})),
             "a denominator without a value": refused("ValueError: denominator must be on", with_head(keywords={"denominator": lambda here: torch.tensor(3.0, device="meta")})),
             "a reduction by sequence without sequences": refused("ValueError: reduction 'seq-mean-token-sum' needs the input 'sequences'", with_head(reduction="seq-mean-token-sum")),
             "sequences of other tokens": refused("ValueError: the input 'sequences' must be of tokens [4] like labels, got [2, 2]", with_head(reduction="seq-mean-token-sum", keywords={"inputs": lambda here: {"sequences": hl.Sequences.from_mask(here.to(ones > 0).view(2, 2))}})),
@@ -510,7 +513,8 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
             "ids that nobody wants": refused("ValueError: ids serve the statistics ('log_probs_at',), got none of them in want", keywords=lambda here: {"ids": here.labels[:, None]}),
             "no ids": refused("ValueError: ['log_probs_at'] need ids [.., K], got none", keywords=lambda here: {"want": ("log_probs_at",)}),
         },
-        "a teacher of another shape, without entries, at a temperature or beta that cannot be, not wanted or missing": {
+        "a teacher of another shape, without entries, at a temperature or beta that cannot be, not wanted or missing; for a `HeadLoss` a beta that nothing reads": {
+            "a beta and no jsd": refused("ValueError: teacher.beta is read by Distillation(divergence='jsd')", with_head(hl.Distillation(), keywords={"inputs": lambda here: {"teacher": hl.Teacher(here.x, beta=0.1)}})),
             "a teacher of other tokens": refused("ValueError: teacher.logits must have shape", keywords=wrong_teacher(logits=lambda here: here.part(teacher[1:])), local=True),
             "a gathered teacher": refused("ValueError: teacher.logits must have shape", keywords=wrong_teacher(logits=lambda here: here.to(teacher)), sizes=(2, 4), local=True),
             "a teacher's temperature 0": refused("ValueError: teacher.temperature must be positive and finite in fp32, got 0", keywords=wrong_teacher(temperature=0)),

@@ -2,6 +2,7 @@
 whose heads differ, and arguments of another form. `megatron_soft_target_cases` runs them."""
 
 import gc
+import re
 from unittest import mock
 
 import megatron_cases as m
@@ -24,6 +25,7 @@ from tp_headloss import (
     KLToReference,
     Linear,
     LKLoss,
+    Metric,
     Options,
     PolicyGradient,
     ZLoss,
@@ -359,16 +361,93 @@ def hooks_of_the_output_layer(group):
 
 def losses_that_replace_ours(group):
     """Another loss of a model that has a fused head, or of its class, would never be called."""
-    name = "compute_language_model_loss"
+    for name in ["compute_language_model_loss"] + ["_scale_logits"] * m.HAS_PROCESSOR:
+        for model, call in with_a_head().values():
+            for place in (model, type(model)):
+                with mock.patch.object(place, name, lambda *args: torch.zeros(B, S)):
+                    refused(call, f"place of {name} and would ignore another one, got ['losses_t")
+            call()
+        other = {name: lambda self, *args: args[-1].sum()}
+        below = type("Below", (GPTModel,), other)
+        for own in (
+            type("Own", (m.Mixed,), other),
+            type("Above", (MegatronHeadMixin, below), {}),
+        ):
+            model = model_of(own)
+            model.megatron_head = head_of()
+            refused(lambda: run(model), "would ignore another one, got")  # noqa: B023
+        for given in (head_of(), head_of(terms=SMOOTHED)):
+            loss_of_a_subclass = "and write what a subclass of yours computes as terms="
+            scale = "place of _scale_logits and would ignore another one, got"
+            words = scale if name == "_scale_logits" else loss_of_a_subclass
+            refused(lambda: install(model_of(below), given), words)  # noqa: B023
+    for head in (None, head_of()):
+        model = model_of(m.Mixed)
+        model.megatron_head = head
+        refused(lambda: install(model, head_of()), "set model.megatron_head = head")  # noqa: B023
+    return {}
+
+
+def attributes_that_are_set_later(group):
+    """Each argument of a head, and the head of an installation."""
+    model = model_of()
+    installed = install(model, HeadLoss())
+    for name in MegatronHead.lines:
+        said = f"a MegatronHead is not changed after it was made, got a new '{name}'"
+        refused(lambda: setattr(installed.head, name, None), said, AttributeError)  # noqa: B023
+    refused(lambda: setattr(installed, "head", head_of()), "head", AttributeError)
+    run(model)
+    return {}
+
+
+def failures_of_one_rank(group):
+    """What fails on one rank alone is an error on all, and nobody waits for it."""
+    other = group.rank() == 1
+
+    def failing(stats):
+        return {"x": stats.log_prob * (1 / (not other))}
+
+    def without_a_layer():
+        model = model_of()
+        if other:
+            model.output_layer = None
+        install(model, head_of())
+
+    def of_another_group():
+        model = model_of()
+        if other:
+            model.output_layer.weight = torch.nn.Parameter(model.output_layer.weight[:64])
+        install(model, head_of())
+
+    model = model_of()
+    calls = {
+        "division by zero": lambda: install(model, head_of(metrics=Metric(failing))),
+        "has no output layer": without_a_layer,
+        "got a list of 1": lambda: install([model] if other else model, head_of()),
+        "share its 256 rows, of which this one has 64, got a group of 2": of_another_group,
+    }
+    for words, call in calls.items():
+        said = words if other else f"on rank 1 of the group: .*{words}"
+        try:
+            call()
+        except Exception as error:
+            assert re.search(said, str(error)), (said, str(error))
+        else:
+            raise AssertionError(f"not refused: {words}")
+    assert not {"_postprocess", "compute_language_model_loss"} & vars(model).keys()
+    run(model)
+    return {}
+
+
+def layers_that_are_replaced_later(group):
+    """Another output layer after the installation is an error that says what it must be."""
     for model, call in with_a_head().values():
-        for place in (model, type(model)):
-            with mock.patch.object(place, name, lambda *args: torch.zeros(B, S)):
-                refused(call, "would ignore another one, got ['losses_that_replace_ours.<locals>.")
+        layer = model.output_layer
+        for other in (torch.nn.Linear(m.H, V // 2, bias=False), torch.nn.Identity()):
+            model.output_layer = other
+            refused(call, f"a forward of its own, got {type(other).__name__}", TypeError)
+        model.output_layer = layer
         call()
-    own = type("Own", (m.Mixed,), {name: lambda self, labels, logits: logits.sum()})
-    model = model_of(own)
-    model.megatron_head = head_of()
-    refused(lambda: run(model), "would ignore another one, got")
     return {}
 
 
@@ -452,6 +531,9 @@ def _first_value(model, value):
 
 
 CASES = {
+    "attributes that are set later": attributes_that_are_set_later,
+    "failures of one rank": failures_of_one_rank,
+    "layers that are replaced later": layers_that_are_replaced_later,
     "weights of no loss": weights_of_no_loss,
     "arguments of a head": arguments_of_a_head,
     "metrics of depths": metrics_of_depths,

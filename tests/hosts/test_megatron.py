@@ -163,7 +163,8 @@ MISUSES = (
     *("classes with the mixin", "blocks", "metrics over the vocabulary's group", "observed"),
     *("terms by themselves", "ranks that differ", "arguments of another form"),
     *("hooks of the output layer", "losses that replace ours", "arguments of a head"),
-    *("metrics of depths", "weights of no loss"),
+    *("metrics of depths", "weights of no loss", "attributes that are set later"),
+    *("failures of one rank", "layers that are replaced later"),
 )
 
 

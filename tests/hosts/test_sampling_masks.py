@@ -50,6 +50,25 @@ def test_a_completion_without_a_mask_is_refused():
         sampling_masks.from_vllm([nested(COMPLETIONS[0]), None])
 
 
+LOGPROBS = [{4: SimpleNamespace(logprob=-1.0), 45: SimpleNamespace(logprob=-2.0)}, {7: None}]
+NO_MASKS = {
+    "logprobs": (LOGPROBS, "dicts"),
+    "logprobs of a prompt": ([None, *LOGPROBS], "dicts"),
+    "one token's": (LOGPROBS[0], "dict"),
+    "flat ones": (SimpleNamespace(token_ids=[4, 45, 7], logprobs=[-1.0, -2.0, -1.0]), "Simple"),
+}
+
+
+@pytest.mark.parametrize("case", NO_MASKS)
+@pytest.mark.parametrize("host", ["from_vllm", "from_prime_rl", "from_skyrl"])
+def test_logprobs_are_no_masks(host, case):
+    """The likeliest ids of a token are not those that the sampler kept."""
+    given, got = NO_MASKS[case]
+    words = f"got {got}.*, as logprobs are: pass the sampling mask, of vLLM the completion's"
+    with pytest.raises(TypeError, match=words):
+        getattr(sampling_masks, host)([given])
+
+
 def test_masks_whose_ids_are_not_each_in_one_set_are_refused():
     for ids, counts in (([1, 2, 3, 4], [1, 1]), ([1, 2], [3, -1])):
         with pytest.raises(ValueError, match=r"each of its . ids in one set, got offsets"):

@@ -216,15 +216,36 @@ REMEDIES = {
     r"temperature must have shape \[2, 3\] of logits, got \[2, 1\]: pass its .expand\(2, 3\)": lambda: (
         HeadLoss()(X, IDS, transform=Transform(temperature=torch.ones(B, 1)))
     ),
-    r"mask must be bool, got torch.float32: pass its .bool\(\)": lambda: Sequences.from_mask(MASK),
+    "mask must be bool, got torch.float32: of a mask of 0 and 1 pass mask != 0$": lambda: (
+        Sequences.from_mask(MASK)
+    ),
     r"input 'mask' must be real numbers, got torch.bool: pass its .float\(\)": lambda: HeadLoss(
         [Term("own", lambda stats, mask: stats.lse * mask, inputs=("mask",))]
     )(X, IDS, inputs={"mask": IDS > 0}),
-    r"mask must be bool, got torch.int64: pass its .bool\(\)": lambda: Sequences.from_mask(
-        MASK.long()
+    "mask must be bool, got torch.int64: of a mask of 0 and 1 pass mask != 0, of labels labels != -100$": lambda: (
+        Sequences.from_mask(MASK.long())
     ),
-    r"'sequences' must be a Sequences, got Tensor: write Sequences.from_mask\(mask.bool\(\)\)": lambda: (
+    r"'sequences' must be a Sequences, got Tensor: write Sequences.from_mask\(mask\), with mask such as": lambda: (
         HeadLoss(reduction="seq-mean-token-mean")(X, IDS, inputs={"sequences": MASK})
+    ),
+    # entries and ids are no labels
+    "mask must be bool, got torch.int64: of a mask of 0 and 1 pass mask != 0$": lambda: (
+        tp_headloss.IdSets(IDS[..., None], IDS[..., None])
+    ),
+    r"denominator must be real numbers, got torch.bool: one number, of a mask its .sum\(\)": lambda: (
+        HeadLoss()(X, IDS, denominator=MASK > 0)
+    ),
+    r"denominator must have shape \[\], got \[2, 3\]: one number, of a mask its .sum\(\)": lambda: (
+        HeadLoss()(X, IDS, denominator=MASK)
+    ),
+    r"got 2 that belong to none: .* pass torch.nn.functional.pad\(cu_seqlens, \(1, 0\)\)": lambda: (
+        Sequences.from_cu_seqlens(torch.tensor([2, 5, 6]))
+    ),
+    r"got 1 that belong to none: cu_seqlens are 0 to 5, tokens 0 to 6$": lambda: (
+        Sequences.from_cu_seqlens(torch.tensor([0, 5]), MASK.flatten() > 0)
+    ),
+    r"got 2 that belong to none: cu_seqlens are 1 to 4, tokens 0 to 6$": lambda: (
+        Sequences.from_cu_seqlens(torch.tensor([1, 4]), torch.arange(B * S) > 0)
     ),
     r"sets.* got Tensor: write IdSets\(ids\)": lambda: HeadLoss([TERM])(
         X, IDS, inputs={"sets": IDS[..., None]}

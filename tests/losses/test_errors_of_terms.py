@@ -1,5 +1,6 @@
 """Errors that come from a term's function name the term, and what its inputs may be."""
 
+import re
 import sys
 
 import pytest
@@ -222,6 +223,46 @@ def test_fewer_values_than_tokens_are_told_their_shape(shape, words):
     with pytest.raises(ValueError, match=words):
         call(lambda stats, w: stats.lse * w, {"w": torch.ones(shape)})
     call(lambda stats, w: stats.lse * w, {"w": torch.ones(S)[None]})
+
+
+LENGTHS = torch.tensor([2, 4])
+PER_SEQUENCE = torch.tensor([1.0, 5.0])
+PACKED = {
+    "[T], [B, 1]": ((6,), PER_SEQUENCE[:, None]),
+    "[T], [1, B]": ((6,), PER_SEQUENCE[None]),
+    "[T], [B]": ((6,), PER_SEQUENCE),
+    "[1, T], [B, 1]": ((1, 6), PER_SEQUENCE[:, None]),
+    "[1, T], [1, B]": ((1, 6), PER_SEQUENCE[None]),
+    "[1, T], [B]": ((1, 6), PER_SEQUENCE),
+    "[T], [B, S]": ((6,), torch.arange(6.0).view(2, 3)),
+    "[1, T], [T, 1]": ((1, 6), torch.arange(6.0)[:, None]),
+    "[B, S], [T]": ((2, 3), torch.arange(6.0)),
+    "[B, S], [1, T]": ((2, 3), torch.arange(6.0)[None]),
+}
+
+
+@pytest.mark.parametrize("case", PACKED)
+def test_values_of_packed_sequences_are_told_what_is_taken(case):
+    """What the error says to pass gives each token its sequence's value, or its own."""
+    shape, values = PACKED[case]
+    head = hl.HeadLoss(hl.Term("mine", lambda stats, w: w, inputs=("w",)), reduction="none")
+    x, labels = torch.zeros(*shape, 4), torch.zeros(shape).long()
+    with pytest.raises(ValueError, match="must broadcast to the tokens") as caught:
+        head(x, labels, inputs={"w": values})
+    advice = re.search(r"[Pp]ass its (\S+|\.reshape\(.*\))$", str(caught.value))[1]
+    passed = eval(f"values{advice}", {"values": values, "lengths": LENGTHS})
+    wanted = values.flatten()
+    if values.numel() == len(LENGTHS):
+        wanted = wanted.repeat_interleave(LENGTHS)
+    assert torch.equal(head(x, labels, inputs={"w": passed}).loss.flatten(), wanted)
+
+
+def test_values_that_are_neither_per_token_nor_per_sequence_are_not_told_so():
+    head = hl.HeadLoss(hl.Term("mine", lambda stats, w: w, inputs=("w",)))
+    with pytest.raises(ValueError, match=r"got \[4\]: a value for all tokens is \[\]$"):
+        head(torch.zeros(6, 4), torch.zeros(6).long(), inputs={"w": torch.ones(4)})
+    with pytest.raises(ValueError, match=r"got \[1\]: a value for all tokens is \[\]$"):
+        head(torch.zeros(4), torch.tensor(0), inputs={"w": torch.ones(1)})
 
 
 @pytest.mark.parametrize("name", ["logits", "probs", "input_ids"])

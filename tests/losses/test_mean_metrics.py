@@ -235,6 +235,46 @@ def test_what_is_no_output_and_what_has_no_tokens():
         hl.mean_metrics([out, hl.HeadLoss()(x[0], labels[0])])
 
 
+def output_of(reduction):
+    x, labels = batches()
+    given = {"sequences": hl.Sequences.from_mask(labels != -100, horizon=9)}
+    return hl.HeadLoss(reduction=reduction)(x, labels, inputs=given)
+
+
+def other_reductions_run(group, device, reductions):
+    out = output_of(reductions[dist.get_rank(group)])
+    try:
+        return float(hl.mean_metrics(out, group)["loss"])
+    except ValueError as error:
+        return str(error)
+
+
+def test_sums_over_tokens_and_over_sequences_have_no_mean_together():
+    """Their names are the same, and their counts are of tokens and of sequences."""
+    for reduction, other in (
+        ("mean", "seq-mean-token-mean"),
+        ("seq-mean-token-mean", "seq-mean-token-sum"),
+        ("seq-mean-token-sum", "seq-mean-token-sum-norm"),
+    ):
+        words = re.escape(
+            f"whose sums are others than those over tokens, got ['{reduction}', '{other}']"
+        )
+        with pytest.raises(ValueError, match=words):
+            hl.mean_metrics([output_of(reduction), output_of(other)])
+    per_token = output_of("mean")
+    found = hl.mean_metrics([per_token, output_of("sum")])
+    torch.testing.assert_close(found["loss"], per_token.means()["loss"])
+    assert per_token.reduction == "mean"
+
+
+def test_ranks_with_other_reductions_are_told_so():
+    first, second = on_ranks(2, other_reductions_run, ("mean", "seq-mean-token-mean"))
+    assert "'count of tokens'] on rank 0 of the group, and others on ranks [1]" in first
+    assert "'count of seq-mean-token-mean'] on rank 1 of the group" in second
+    same = on_ranks(2, other_reductions_run, ("mean", "sum"))
+    assert same[0] == same[1] == float(output_of("mean").means()["loss"])
+
+
 @pytest.mark.parametrize("reduction", ["mean", "seq-mean-token-mean"])
 def test_an_outputs_means_have_its_loss(reduction):
     """In the sum of the weighted terms, also where a weight is a tensor."""

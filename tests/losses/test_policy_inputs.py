@@ -154,6 +154,39 @@ def test_check_warns_of_log_probs_that_are_0_where_a_token_counts(zeros):
     assert [said in str(warning.message) for warning in caught] == [True] * (zeros > 0)
 
 
+SAMPLED = {
+    "old_log_prob": hl.HeadLoss(hl.PolicyGradient(), options=hl.Options(check=True)),
+    "generator_log_prob": hl.HeadLoss(
+        metrics=hl.GeneratorMetrics(), options=hl.Options(check=True)
+    ),
+    "reference_log_prob": hl.HeadLoss(hl.KLToReference(0.1), options=hl.Options(check=True)),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_check_names_a_token_that_its_sampler_cannot_have_drawn(name):
+    """Of a reference, which may exclude ids, it is a warning. Ignored tokens may hold anything."""
+    x, labels, mask, inputs = problem()
+    head = SAMPLED[name]
+    inputs |= {"generator_log_prob": inputs["old_log_prob"]}
+    given = {own: inputs[own].nan_to_num(-1.0).clamp(max=-0.1) for own in head.input_names}
+    counted, ignored = (int(x.flatten().nonzero()[0, 0]) for x in (mask, ~mask))
+
+    def impossible_at(token):
+        values = given[name].flatten().index_fill(0, torch.tensor(token), -math.inf)
+        return given | {name: values.view(B, S)}
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        head(x, labels, inputs=impossible_at(ignored))
+    if name == "reference_log_prob":
+        with pytest.warns(UserWarning, match=rf"{name!r} is -inf at 1 of {int(mask.sum())} tokens"):
+            head(x, labels, inputs=impossible_at(counted))
+        return
+    with pytest.raises(ValueError, match=rf"{name!r} of token {counted} .* is -inf, which no samp"):
+        head(x, labels, inputs=impossible_at(counted))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_check_warns_of_log_probs_in_half_precision(dtype):
     """Whose rounding moves ratios of a policy that has not changed out of a clip."""

@@ -74,6 +74,25 @@ MISPLACED = {
     "a temperature": (lambda: hl.TeacherHead(HIDDEN, ROWS, 2.0), "temperature= of"),
     "an export": (lambda: hl.TopKTeacher(TOP), "TopKTeacher(top.ids, top.log_probs)"),
     "its fields": (lambda: hl.TopKTeacher(*TOP), "TopKTeacher(top.ids, top.log_probs)"),
+    "one column": (lambda: hl.Teacher(LOGITS, torch.full((N, 1), 2.0)), "pass its .reshape(4)"),
+    "of no token": (lambda: hl.Teacher(LOGITS[0], torch.full((1,), 2.0)), "pass its .reshape(())"),
+    "transposed": (lambda: distilled(hl.Teacher(LOGITS.T)), "transposed? Pass its .T"),
+    "entries": (
+        lambda: distilled(hl.TopKTeacher(TOP.ids.T, TOP.log_probs.T), hl.TopKDistillation()),
+        "transposed? Pass its .T",
+    ),
+    "fewer ids": (lambda: distilled(hl.Teacher(LOGITS[:, 1:])), "F.pad(.., (0, 1), value=-torch"),
+    "saved": (lambda: hl.TopKTeacher(**TOP._asdict()), 'TopKTeacher(d["ids"], d["log_probs"], ..)'),
+    "float64": (lambda: distilled(hl.Teacher(LOGITS.double())), "float64: pass its .float()"),
+    "an array": (lambda: hl.Teacher(LOGITS.numpy()), "got ndarray: pass torch.from_numpy(..)"),
+    "arrays": (
+        lambda: hl.TopKTeacher(TOP.ids.numpy(), TOP.log_probs.numpy()),
+        "got ndarray: pass torch.from_numpy(..)",
+    ),
+    "an array of temperatures": (
+        lambda: hl.Teacher(LOGITS, LOGITS[:, 0].numpy()),
+        "got ndarray: pass torch.from_numpy(..)",
+    ),
     "of the call": (
         lambda: distilled(hl.Teacher(LOGITS), temperature=2.0),
         "Teacher(.., temperature=..)",
@@ -87,6 +106,59 @@ def test_what_is_no_teacher_or_in_the_wrong_place_is_told_what_to_write(case):
     with pytest.raises((TypeError, ValueError)) as error:
         call()
     assert write in str(error.value)
+
+
+def own_share(stats, teacher):
+    return stats.lse * (teacher.beta or 0.5)
+
+
+READS_BETA = {
+    "jsd": (hl.Distillation(1.0, "jsd"), False),
+    "a metric": (hl.Distillation(), hl.Metric(lambda stats: {"js": stats.jsd}, want=("jsd",))),
+    "a function of one's own": (
+        hl.Term("own", own_share, want=("forward_kl",), inputs=("teacher",)),
+        False,
+    ),
+    "topk_jsd": (hl.TopKDistillation(1.0, "jsd"), False),
+    "vocab_jsd": (hl.TopKDistillation(1.0, "jsd", "vocabulary"), False),
+}
+IGNORES_BETA = {
+    "forward_kl": hl.Distillation(),
+    "squared": hl.Distillation(1.0, "reverse_kl", temperature_squared=True),
+    "cross_entropy": hl.Distillation(1.0, "cross_entropy"),
+    "total_variation": hl.Distillation(1.0, "total_variation"),
+    "a draft": hl.LKLoss(),
+    "entries": hl.TopKDistillation(),
+    "entries, reverse": hl.TopKDistillation(1.0, "reverse_kl", "vocabulary"),
+}
+
+
+def teacher_for(term, beta):
+    if any(name in TOPK_TEACHER for name in term.want):
+        return hl.TopKTeacher(TOP.ids, TOP.log_probs, beta=beta)
+    return hl.Teacher(LOGITS, beta=beta)
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.5])
+@pytest.mark.parametrize("name", IGNORES_BETA)
+def test_a_beta_that_nothing_reads_is_an_error(name, beta):
+    term = IGNORES_BETA[name]
+    assert distilled(teacher_for(term, None), term).loss.isfinite()
+    with pytest.raises(ValueError, match=rf"beta is read by .*'jsd'.* got beta={beta} and none"):
+        distilled(teacher_for(term, beta), term)
+
+
+@pytest.mark.parametrize("name", READS_BETA)
+def test_a_beta_is_a_half_by_default_where_something_reads_it(name):
+    term, metric = READS_BETA[name]
+    student = torch.randn(N, V, generator=torch.Generator().manual_seed(2))
+    head = hl.HeadLoss([term], metrics=metric or ())
+    losses = []
+    for beta in (None, 0.5, 0.1):
+        given = {"teacher": teacher_for(term, beta)}
+        losses.append(float(head(student, LABELS, inputs=given).loss))
+    assert losses[0] == losses[1]
+    assert (losses[1] == losses[2]) == bool(metric)
 
 
 IDS = 24

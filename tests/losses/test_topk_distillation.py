@@ -64,6 +64,10 @@ def settings(kind, support, device="cpu"):
     return dict(of_teacher=of_teacher, of_student=of_student, renormalize=True), rest
 
 
+def beta_of(divergence):
+    return BETA if divergence == "jsd" else None
+
+
 def run(group, device, kind, divergence, support, backend, k=K, with_tail=False):
     x, labels, ids, log_probs, mask, _ = (
         v.to(device) if isinstance(v, torch.Tensor) else v for v in rows(k)
@@ -73,7 +77,7 @@ def run(group, device, kind, divergence, support, backend, k=K, with_tail=False)
     local = F.pad(x, (0, 56), value=40.0)[:, shard.start : shard.stop].clone().requires_grad_()
     teacher = hl.TopKTeacher(
         ids, log_probs, mask, temperature=options["of_teacher"], student_temperature=options["of_student"],
-        renormalize=options["renormalize"], beta=BETA,
+        renormalize=options["renormalize"], beta=beta_of(divergence),
         tail_log_prob=torch.linspace(-3, -1, N, device=device) if with_tail else None,
     )  # fmt: skip
     term = hl.TopKDistillation(0.7, divergence, support, temperature_squared=kind == "apart")
@@ -194,7 +198,7 @@ def expect_those_of_float64(x, labels, ids, log_probs, divergence, support, opti
         log_probs.to(device),
         student_temperature=1.5,
         renormalize=False,
-        beta=BETA,
+        beta=beta_of(divergence),
     )
     head = hl.HeadLoss(
         [hl.TopKDistillation(1.0, divergence, support)], reduction="none", options=options
@@ -520,8 +524,21 @@ def test_logits_in_place_of_a_teachers_log_probs_are_found_by_check(how):
     )
     with pytest.raises(ValueError, match=words):
         checked_entries(log_probs=LOGITS_OF_TOKEN_3, **how)
-    with pytest.raises(ValueError, match="got nan from"):
+    with pytest.raises(ValueError, match=r"of token 0 .flat index. holds NaN; 3 such tokens"):
         checked_entries(log_probs=torch.tensor([-1.0, torch.nan]).repeat(4, 1), **how)
+
+
+@pytest.mark.parametrize(
+    ("log_probs", "asked"),
+    [
+        ([1.0, -2.0], "are these logits[?]$"),
+        ([3.0, 2.0], "are these logits, or negated log-probs"),
+        ([0.7, 0.2], r"are these probabilities[?] Pass their log\(\)"),
+    ],
+)
+def test_what_is_in_place_of_a_teachers_log_probs_is_asked(log_probs, asked):
+    with pytest.raises(ValueError, match=asked):
+        checked_entries(log_probs=torch.tensor(log_probs).repeat(4, 1))
 
 
 @pytest.mark.parametrize("how", CHECKED)

@@ -47,7 +47,15 @@ from tp_headloss import (
 )
 from tp_headloss.spec import Instance, OneOf, lines_within
 from tp_headloss.spec.alias_table import HEAD
-from tp_headloss.spec.aliases import ALIASES, INSTALLATIONS, KEYWORDS, ROWS, rows, synonym
+from tp_headloss.spec.aliases import (
+    ALIASES,
+    INSTALLATIONS,
+    KEYWORDS,
+    ROWS,
+    hint,
+    rows,
+    synonym,
+)
 from tp_headloss.spec.checks import hint_of_label
 from tp_headloss.spec.lines import AnyOf, TupleOf
 
@@ -114,6 +122,33 @@ def test_an_input_is_refused_with_what_to_write(alias):
         HeadLoss(PolicyGradient(), metrics=metrics)(
             LOGITS, LABELS, inputs={alias.name: LOGITS[..., 0]}
         )
+
+
+SPELLINGS = {
+    "old_logprobs": ": did you mean 'old_log_prob'?",
+    "odd_logp": "",  # a distance of two letters of three
+    "referense_log_probs": ": did you mean 'reference_log_prob'?",
+    "ref_logps": ": write 'reference_log_prob'",
+    "ref_logprob": ": write 'reference_log_prob'",
+    "their_log_prob": "",
+    "log_prob": "",
+    "advantage": ": did you mean 'advantages'?",
+}
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_log_probs_of_one_policy_are_never_advised_in_the_place_of_anothers(name):
+    """Which would be silently wrong. A spelling of the word for log-probs is no other policy."""
+    known = "advantages", "old_log_prob", "reference_log_prob"
+    assert hint(name, known, "input") == SPELLINGS[name]
+
+
+@pytest.mark.parametrize("name", ["rollout_logprobs", "vllm_logps", "behavior_log_probs"])
+def test_log_probs_of_an_engine_are_the_generators_in_any_spelling(name):
+    with pytest.raises(ValueError, match=f"{name!r}: write 'generator_log_prob', of Generator"):
+        HeadLoss(metrics=GeneratorMetrics())(LOGITS, LABELS, inputs={name: LOGITS[..., 0]})
+    with pytest.raises(ValueError, match=f"{name!r}: write 'rollout_weight', losses.truncated"):
+        HeadLoss(PolicyGradient())(LOGITS, LABELS, inputs={name: LOGITS[..., 0]})
 
 
 def test_a_label_that_is_ignored_already_is_not_told_to_be():
@@ -183,8 +218,10 @@ def test_a_class_of_another_copy_of_the_package_is_named_with_its_module():
     assert {VocabShard, Options, Linear, Transform} <= {*found}
     checks = [*found.items(), (Term, lambda x: HeadLoss([x]))]
     checks += [(VocabShard, lambda x: vocab_statistics(LOGITS, LABELS, shard=x))]
+    assert Term.remedy  # which is of a misplaced term of this copy
     for kind, check in checks:
-        other = type(kind.__name__, (), {"__module__": "copy_of_it.part"})()
+        remedy = getattr(kind, "remedy", "")
+        other = type(kind.__name__, (), {"__module__": "copy_of_it.part", "remedy": remedy})()
         said = f"of copy_of_it.part in the place of that of {kind.__module__}: two copies"
         with pytest.raises(TypeError, match=re.escape(said)):
             check(other)
@@ -254,7 +291,7 @@ MESSAGES = {
     ),
     "a KL's weight by position": (
         lambda: GRPO((0.2, 0.2), 0.04),
-        "where the clip ends, got 0.04: a KL's weight is the keyword kl=",
+        "where the clip ends, got 0.04: a KL's weight is kl= of a whole loss, as PPO(kl=..)",
     ),
     "one bound": (
         lambda: GeneratorMetrics(2.0),
@@ -338,7 +375,7 @@ MESSAGES = {
         lambda: PPO(kl=0)(
             LOGITS, LABELS, inputs=dict.fromkeys((*PPO().input_names, "reference_log_prob"), LOGITS)
         ),
-        "which none of them takes; a KL of weight 0, as kl=0, takes none",
+        "which none of them takes; a whole loss such as PPO(kl=0) has no KL and takes none",
     ),
     "a reference beside metrics alone": (
         lambda: HeadLoss(metrics=tp_headloss.PolicyMetrics())(
@@ -425,6 +462,18 @@ MESSAGES = {
     "several ids as labels": (
         lambda: log_probs(LOGITS, LABELS[..., None].expand(2, 5, 3)),
         "several ids for each token are ids= of vocab_statistics(want=('log_probs_at',))",
+    ),
+    "a clip in the place of a weight": (
+        lambda: PolicyGradient("clip", (0.2, 0.28)),
+        "or a scalar tensor of real numbers, got (0.2, 0.28): write clip=(0.2, 0.28)",
+    ),
+    "an estimator in the place of a weight": (
+        lambda: GRPO(kl="k3"),
+        "kl must be a number, got 'k3': kl= is the weight of the KL, whose estimator is k3",
+    ),
+    "log-probs of nobody": (
+        lambda: HeadLoss(PolicyGradient())(LOGITS, LABELS, inputs={"our_logprobs": LOGITS[..., 0]}),
+        "unused ['our_logprobs'], which none of them takes",
     ),
     "a choice in the place of a weight": (
         lambda: Distillation("reverse_kl"),

@@ -91,6 +91,20 @@ def test_the_tests_of_the_sdist_run(built, tmp_path):
     assert "passed" in run("pytest", "-q", "-p", "no:cacheprovider", tests, cwd=root)
 
 
+def test_a_module_that_is_gone_is_not_in_a_wheel_from_the_same_folder(tmp_path):
+    pytest.importorskip("build", reason="no build: bash scripts/setup.sh dev")
+    source, gone = tmp_path / "source", "tp_headloss/gone.py"
+    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(*LEFT_OUT, "tests", "docs"))
+    (source / "build/lib/tp_headloss").mkdir(parents=True)
+    (source / "build/lib" / gone).write_text("")  # of the build before
+    run("build", "--wheel", "--no-isolation", "--outdir", tmp_path, cwd=source)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    assert "tp_headloss/plan.py" in names and gone not in names
+    assert (source / "tp_headloss/plan.py").exists()
+
+
 def test_the_extra_all_holds_every_host():
     """But verl, NeMo-Automodel and axolotl, which need another transformers each."""
     config = configparser.ConfigParser()

@@ -2,6 +2,7 @@
 called right."""
 
 import configparser
+import os
 import socket
 import subprocess
 import sys
@@ -11,9 +12,11 @@ from unittest import mock
 
 import pytest
 import torch
+from launcher import run_script
 from ranks import on_ranks
 
 from tp_headloss import HeadLoss, __main__, __version__
+from tp_headloss.version import digest_of_sources
 
 ROOT = Path(__file__).parents[2]
 CHECKS = ("cross-entropy and z-loss", "distillation", "linear head")
@@ -29,6 +32,7 @@ def test_the_command_reports_versions_and_checks_this_machine():
     assert f"torch {torch.__version__}" in result.stdout
     for check in CHECKS:
         assert f"ok: cpu: {check}" in result.stdout, result.stdout
+    assert f"tp_headloss {__version__} of sources {digest_of_sources()}" in result.stdout
     assert "transformers: " in result.stdout and "symmetric memory: " in result.stdout
 
 
@@ -54,6 +58,70 @@ def test_ranks_with_other_versions_fail_before_they_compute():
         assert not passed and lines[-1] == expected
 
 
+def report_of_other_sources(group, device):
+    folder = f"/copy/{group.rank()}"
+    of_rank = mock.patch.object(__main__, "digest_of_sources", lambda: f"5{min(group.rank(), 1)}")
+    with of_rank, mock.patch.object(__main__, "FOLDER", folder):
+        return __main__.report([device], group)
+
+
+def test_ranks_with_other_sources_of_one_version_are_named_with_their_folders():
+    each = [(0, 0), (1, 1), (1, 2)]
+    told = "; ".join(
+        f"{__version__} of sources 5{digit} in /copy/{rank} on rank {rank}" for digit, rank in each
+    )
+    for lines, passed in on_ranks(3, report_of_other_sources):
+        assert not passed
+        assert lines[-1] == f"FAILED: tp_headloss must have one version on all ranks: {told}"
+
+
+def report_of_other_folders(group, device):
+    with mock.patch.object(__main__, "FOLDER", f"/copy/{group.rank()}"):
+        return __main__.report([device], group)
+
+
+def test_equal_sources_may_be_in_other_folders():
+    assert all(passed for _, passed in on_ranks(2, report_of_other_folders))
+
+
+def test_the_digest_is_of_names_and_contents_of_all_sources(tmp_path):
+    (tmp_path / "part").mkdir()
+    found = [digest_of_sources(tmp_path)]
+    for name, text in (("a.py", ""), ("a.py", "1"), ("part/b.cuh", ""), ("c.cu", "")):
+        (tmp_path / name).write_text(text)
+        found.append(digest_of_sources(tmp_path))
+    assert len({*found}) == len(found)
+    (tmp_path / "a.pyc").write_text("compiled")
+    assert digest_of_sources(tmp_path) == found[-1]
+    (tmp_path / "c.cu").rename(tmp_path / "d.cu")
+    assert digest_of_sources(tmp_path) != found[-1]
+
+
+@pytest.mark.parametrize(
+    "code, line, passes",
+    [
+        ("__version__ = '3.6.0'", "triton 3.6.0 (>= 3.6)", True),
+        ("__version__ = '3.2.0'", "FAILED: triton 3.2.0 (>= 3.6)", False),
+        ("raise RuntimeError('no driver')", "FAILED: triton cannot be imported, RuntimeError: no driver", False),
+        ("import nothing_of_this_name", "FAILED: triton cannot be imported, ModuleNotFoundError: No module", False),
+    ],
+)  # fmt: skip
+def test_the_triton_is_the_one_that_an_import_finds(code, line, passes, monkeypatch, tmp_path):
+    (tmp_path / "triton.py").write_text(code)
+    monkeypatch.setitem(sys.modules, "triton", None)  # and what was there afterwards
+    del sys.modules["triton"]
+    monkeypatch.syspath_prepend(tmp_path)
+    lines, passed = __main__.report([torch.device("cpu")], None)
+    assert any(x.startswith(line) for x in lines), lines
+    assert passed == passes
+
+
+def test_a_cpu_needs_no_triton(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    lines, passed = __main__.report([torch.device("cpu")], None)
+    assert passed and "triton not installed (>= 3.6)" in lines
+
+
 OF_TORCHRUN = {
     "WORLD_SIZE": "2",
     "RANK": "1",
@@ -70,10 +138,96 @@ def test_a_job_is_what_torchrun_says(monkeypatch):
     assert __main__.job() == __main__.Job(2, 1, 1, 2, "localhost:29500")
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     assert __main__.job().local_ranks == 2
-    monkeypatch.setenv("WORLD_SIZE", "1")  # the others may be left of an older job
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")  # of torchrun with one process
     assert __main__.job() == __main__.Job()
-    monkeypatch.delenv("WORLD_SIZE")
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):  # the others may be left of an older job
+        monkeypatch.delenv(name)
     assert __main__.job() == __main__.Job()
+
+
+@pytest.mark.parametrize(
+    "given, says",
+    [
+        ({"WORLD_SIZE": "1", "RANK": "1"}, "RANK must be 0 of one rank, got 1: write torchrun"),
+        ({"WORLD_SIZE": "1", "LOCAL_RANK": "abc"}, "LOCAL_RANK must be 0 of one rank, got abc"),
+        ({"RANK": "0"}, "WORLD_SIZE must be a whole number from 1 to .*, got nothing"),
+        (
+            {"LOCAL_RANK": "0"},
+            "WORLD_SIZE must be .*, got nothing: .*unset WORLD_SIZE, RANK and LOC",
+        ),
+    ],
+)
+def test_half_a_job_is_not_taken_for_one_process(given, says, monkeypatch):
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=says):
+        __main__.job()
+
+
+def test_a_host_without_an_address_is_named_at_once(monkeypatch):
+    def no_address(host, port):
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", no_address)
+    for name, value in {**OF_TORCHRUN, "MASTER_ADDR": "no.such.host"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(
+        ValueError, match=r"MASTER_ADDR must be .*, got no\.such\.host, which has no"
+    ):
+        __main__.expect_network(__main__.job())
+    __main__.expect_network(__main__.Job())  # one process, which meets nobody
+
+
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+
+
+@pytest.mark.parametrize(
+    "name, value", [(GLOO, "nope0"), (GLOO, "eth"), (GLOO, "lo,nope0"), (NCCL, "=nope0")]
+)
+def test_an_interface_that_is_not_there_is_named(name, value, monkeypatch):
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
+    says = f"{name} must name network interfaces of this machine, lo, eth0, got {value}: unset"
+    with pytest.raises(ValueError, match=says):
+        __main__.expect_interfaces(name, value)
+    for right in ("", "lo", "eth0,lo"):
+        __main__.expect_interfaces(name, right)
+    for right in ("^docker", "eth", "=eth0", "nope,eth"):
+        __main__.expect_interfaces(NCCL, right)
+
+
+@pytest.mark.parametrize("gpus", [0, 2])
+def test_the_interfaces_are_those_of_the_backend(gpus, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    used, other = (NCCL, GLOO) if gpus else (GLOO, NCCL)
+    for name, value in {**OF_TORCHRUN, other: "nope0"}.items():
+        monkeypatch.setenv(name, value)
+    __main__.expect_network(__main__.job())
+    monkeypatch.setenv(used, "nope0")
+    with pytest.raises(ValueError, match=used):
+        __main__.expect_network(__main__.job())
+
+
+def test_a_rank_that_does_not_answer_is_named():
+    said = run_script("tests/helpers/silent_rank.py", ranks=2, code=1)
+    assert (
+        "FAILED: expected an answer of all 2 ranks within 120 seconds, and rank 1 does not" in said
+    )
+
+
+@pytest.mark.parametrize("arguments", [[], ["plan", "--tokens", "8", "--vocab", "8"]])
+def test_a_reader_may_end_before_the_output(arguments):
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "tp_headloss", *arguments]
+    # which writes at once, so that nothing is left for the end
+    buffered = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+    done = subprocess.run(
+        command, stdout=write, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=buffered
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 WRONG = [(name, value) for name in OF_TORCHRUN for value in ("", "two", "-1", "2147483648")]
@@ -100,7 +254,7 @@ def test_ranks_that_do_not_come_are_waited_for_in_plain_sight(monkeypatch, capsy
         port = free.getsockname()[1]
     for name, value in {**OF_TORCHRUN, "RANK": "0", "LOCAL_RANK": "0", "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(__main__, "JOIN", timedelta(seconds=1))
+    monkeypatch.setattr(__main__, "WAIT", timedelta(seconds=1))
     meeting = f"2 ranks at localhost:{port}"
     with pytest.raises(SystemExit, match=f"expected {meeting}, got Dist.*\n.*unset WORLD_SIZE"):
         __main__.join(__main__.job(), "gloo")

@@ -33,13 +33,13 @@ def checkout(tmp_path):
     return copy
 
 
-def run(checkout, script, *arguments):
+def run(checkout, script, *arguments, python=sys.executable):
     """-> the finished process, which began in another folder, and the files that are new."""
     before = set(checkout.parent.rglob("*"))
     here = checkout.parent / "here"
     here.mkdir()
     command = ["bash", str(checkout / script), *arguments]
-    environment = {**os.environ, "PYTHON": sys.executable, "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {**os.environ, "PYTHON": str(python), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(command, capture_output=True, text=True, cwd=here, env=environment)
     new = set(checkout.parent.rglob("*")) - before - {here}
     return done, {str(path.relative_to(checkout.parent)) for path in new}
@@ -69,6 +69,27 @@ def test_an_unknown_name_is_refused_before_anything_is_made(checkout, script, ar
     done, new = run(checkout, script, *arguments)
     assert (done.returncode, done.stdout, new) == (2, "", set())
     assert done.stderr.startswith(says)
+
+
+@pytest.mark.parametrize("arguments", [["gpu_check.sh", "--help"], ["four_and_eight.sh", "OUT"]])
+def test_a_python_without_torch_is_told_the_setup(checkout, arguments, tmp_path):
+    bare = tmp_path / "bare"
+    bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "$@"\n')  # without site-packages
+    bare.chmod(0o755)
+    script, *rest = arguments
+    done, new = run(checkout, f"scripts/check/{script}", *rest, python=bare)
+    says = f"{script[:-3]}: {bare} has no torch, triton; first: bash scripts/setup.sh test train\n"
+    assert (done.returncode, done.stdout, done.stderr, new) == (1, "", says, set())
+
+
+def test_the_help_of_a_python_program_is_its_own(checkout):
+    done, _ = run(checkout, "scripts/check/gpu_check.sh", "--help")
+    assert done.returncode == 0 and "--report" in done.stdout, done.stderr
+
+
+def test_a_batch_script_outside_of_slurm_says_how_it_is_started(checkout):
+    done, _ = run(checkout, "launch/slurm.sbatch")
+    assert done.returncode != 0 and "start with sbatch" in done.stderr
 
 
 def test_a_folder_of_results_is_in_the_callers_folder(checkout):

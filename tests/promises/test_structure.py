@@ -317,6 +317,13 @@ import sys; sys.modules["triton"] = None
 from tp_headloss.engine.backend import load_backend
 load_backend("triton")
 """
+BROKEN_TRITON = """
+import importlib.machinery, sys, types
+sys.modules["triton"] = triton = types.ModuleType("triton")
+triton.__spec__ = importlib.machinery.ModuleSpec("triton", None)
+from tp_headloss.engine.backend import load_backend
+load_backend("triton")
+"""
 OLDER = "import {0}; {0}.__version__ = {1!r}; import tp_headloss, tp_headloss.engine.triton"
 FRESH = {  # a program -> how the last line ends that it writes
     "a cold import needs neither Triton nor CUDA": (COLD_IMPORT, "ok"),
@@ -327,6 +334,8 @@ FRESH = {  # a program -> how the last line ends that it writes
         "import tp_headloss; tp_headloss.integrations", r"AttributeError: .*: import tp_headloss\.integrations.*"),
     "an older torch is refused": (OLDER.format("torch", "2.10.1+cu128"), r"ImportError: .*>= .*2\.10\.1\+cu128.*"),
     "a missing Triton is refused": (NO_TRITON, r"ImportError: .*Triton >= 3\.6, and there is none: pip install .*"),
+    "a Triton that cannot be imported is refused": (
+        BROKEN_TRITON, r"ImportError: .*importing it ends in ModuleNotFoundError: .*triton\.language.*: pip inst.*"),
     "an older Triton is refused": (OLDER.format("triton", "3.5.1"), r"ImportError: .*>= .*got 3\.5\.1.*"),
 }  # fmt: skip
 # Each in a process of its own, forked from one that has imported torch, which takes seconds.

@@ -70,7 +70,7 @@ class Sequences(MadeWhole):
         ([3.0, 4.0], [1.5, 4.0])
     """
 
-    of_tensor = ": write Sequences.from_mask(mask.bool())"
+    of_tensor = ": write Sequences.from_mask(mask), with mask such as labels != -100"
     made_anew = "Sequences.from_mask(mask[..])"
     of_tokens = ": make it of a mask in the labels' shape, such as labels != -100"
 
@@ -260,11 +260,14 @@ class Sequences(MadeWhole):
     def _expect_owned(self):
         if lost := int((self.mask & ~self.counted).sum()):
             bounds, tokens = self._bounds, self.mask.numel()
-            said = (
-                ""
-                if bounds is None
-                else f": cu_seqlens are {bounds[0]} to {bounds[-1]}, tokens 0 to {tokens}"
-            )
+            said = ""
+            if bounds is not None:
+                said = f": cu_seqlens are {bounds[0]} to {bounds[-1]}, tokens 0 to {tokens}"
+                if bounds[0] > 0 and bool(self.mask.flatten()[: bounds[0]].any()):
+                    said += (
+                        "; the first sequence begins with 0: pass "
+                        "torch.nn.functional.pad(cu_seqlens, (1, 0))"
+                    )
             raise ValueError(
                 f"every token in the mask must belong to a sequence, got {lost} that belong to "
                 f"none{said}"

@@ -4,6 +4,7 @@ logits."""
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -20,8 +21,8 @@ IDS = TensorLine("int64 or int32", ENTRIES, hint=": the order is TopKTeacher(ids
 MASK = TensorLine(
     "bool",
     ENTRIES,
-    hint=": pass the .bool() of a mask, a tail as tail_log_prob=, and of what topk_log_probs "
-    "returns TopKTeacher(top.ids, top.log_probs)",
+    hint=": of a mask of 0 and 1 pass mask != 0, a tail as tail_log_prob=, and of what "
+    "topk_log_probs returns TopKTeacher(top.ids, top.log_probs)",
 )
 
 
@@ -33,17 +34,26 @@ class _Tempered(MadeWhole):
     remedy = ": a loss takes it as inputs={'teacher': ..} of the call, vocab_statistics as teacher="
     temperature: float | torch.Tensor
     student_temperature: float | torch.Tensor | None
+    beta: float | None
 
     @property
     def student_temperature_or_default(self) -> float | torch.Tensor:
         """The temperature of the student, which is the teacher's where none was given."""
         return self.temperature if self.student_temperature is None else self.student_temperature
 
+    @property
+    def beta_or_default(self) -> float:
+        """The teacher's share of a Jensen-Shannon mixture, a half where none was given."""
+        return 0.5 if self.beta is None else self.beta
+
 
 @checked
 @dataclass(frozen=True, eq=False)  # tensors have no one truth
 class Teacher(_Tempered):
     """A teacher for distillation: logits of the same shard, compared at temperatures of their own.
+
+    It holds the tensors that it was given and has no methods of theirs: cut, move or detach these,
+    and make it anew, for another temperature, too.
 
     What is replicated must be equal on all ranks of the group, else results are undefined:
     ``Options(validate="full")`` finds it, and "checksums" hidden states as well.
@@ -52,7 +62,8 @@ class Teacher(_Tempered):
         logits: sharded like the student's, fp32, bf16 or fp16, or float64 where the student's
             are, never differentiated; log-probs of the whole vocabulary are logits, too, and of
             probabilities their log() is. ``Options(check=True)`` finds probabilities, and columns
-            that each rank has normalised by itself; nothing finds columns of another rank. The
+            that each rank has normalised by itself; nothing finds columns of another rank, but for
+            equal ones on two ranks, with ``Options(validate="full")``. The
             backward reads them again: leave their memory as it is until then. Columns at or beyond
             the shard's ``vocab_size`` take no part: a teacher of more ids is compared on the common
             ones, if that is the vocab_size and its logits are cut alike.
@@ -60,8 +71,9 @@ class Teacher(_Tempered):
             not positive has a divergence of NaN.
         student_temperature: divides the student's logits (with bias, scale and softcap, whatever
             ``Transform.temperature`` is); None: the same as the teacher's.
-        beta: the teacher's share of the Jensen-Shannon mixture; at its ends use forward_kl or
-            reverse_kl.
+        beta: the teacher's share of the Jensen-Shannon mixture of ``Distillation(divergence="jsd")``,
+            by default 0.5; at its ends use forward_kl or reverse_kl. A `HeadLoss` in which nothing
+            reads it raises ValueError.
 
     Examples:
         >>> teacher = Teacher(torch.tensor([[0.0, 1.0]]), temperature=2.0)
@@ -80,15 +92,17 @@ class Teacher(_Tempered):
     logits: Annotated[torch.Tensor, LOGITS]
     temperature: TeacherTemperature = 1.0
     student_temperature: TeacherTemperature | None = None
-    beta: OpenShare = 0.5
+    beta: OpenShare | None = None
 
     def __post_init__(self):
         temperature, logits = self.temperature, self.logits
         if isinstance(temperature, torch.Tensor) and temperature.dim() >= logits.dim():
+            said = "hidden states and a weight are TeacherHead(hidden, weight)"
+            if temperature.numel() == math.prod(tokens := tuple(logits.shape[:-1])):
+                said = f"pass its .reshape({', '.join(map(str, tokens)) or '()'})"
             raise ValueError(
                 f"teacher.temperature must be one per token of logits {list(logits.shape)}, got "
-                f"{list(temperature.shape)}: hidden states and a weight are TeacherHead(hidden, "
-                "weight)"
+                f"{list(temperature.shape)}: {said}"
             )
 
 
@@ -140,7 +154,7 @@ class TopKTeacher(_Tempered):
     temperature: TeacherTemperature = 1.0
     student_temperature: TeacherTemperature | None = None
     renormalize: bool = True
-    beta: OpenShare = 0.5
+    beta: OpenShare | None = None
 
 
 @checked
@@ -186,7 +200,7 @@ class TeacherHead(_Tempered):
     transform: Transform | None = None
     temperature: TeacherTemperature = 1.0
     student_temperature: TeacherTemperature | None = None
-    beta: OpenShare = 0.5
+    beta: OpenShare | None = None
 
     @property
     def whole_transform(self) -> Transform:

@@ -22,6 +22,7 @@ from ..arguments.sequences import Sequences
 from ..ranks.comm import gather_objects, job_size, texts_of_job
 from ..ranks.shard import VocabShard
 from ..version import __version__
+from .own_ids import checksums_of_own_ids, expect_own_ids
 
 # argument -> its dimension that is sharded on the vocabulary, where ranks differ; of fields their
 # class says it
@@ -33,7 +34,6 @@ EXCEPTION_TYPES = {
     for kind in (ValueError, TypeError, RuntimeError, AttributeError, KeyError, IndexError)
 }
 
-FIRST_ROWS = 8  # of a weight, which are enough to tell shards apart, and few shards have fewer
 JOB_WAIT = 60.0  # seconds that a call without a shard waits for the other ranks of the job
 
 _log = logging.getLogger("tp_headloss")
@@ -58,8 +58,9 @@ class Agreement:
     Tensors are compared by their bits, except that those sharded on the vocabulary are compared by
     dtype and by the sizes that ranks share, and hidden states by shape and dtype unless
     validate="checksums". Equal rows of a weight on two ranks, as an initialisation from one seed
-    gives them, are an error, too. Functions are compared by name, a `functools.partial` with its
-    arguments, other objects by their type.
+    gives them, are an error, too, and so are equal columns of logits, the student's or a teacher's,
+    see `own_ids`. Functions are compared by name, a `functools.partial` with its arguments, other
+    objects by their type.
 
     The exchange is a small all-gather of objects, with host synchronisations. With
     validate="metadata", and on one rank, nothing is exchanged. Without a shard,
@@ -110,8 +111,8 @@ class Agreement:
             _describe(name, value, self.facts, compare_hidden, SHARDED_DIM.get(name))
         self.facts["bounds"] = shard.start, shard.start + shard.valid_width, shard.tp_invariant
         # `select_rows`, which nobody asked to compare, also takes rows of an experiment's one seed
-        weight = None if call == "select_rows" else facts.get("weight")
-        self.facts["rows"] = _checksum_of_rows(weight, shard.valid_width)
+        own = {} if call == "select_rows" else facts
+        self.facts["own"] = checksums_of_own_ids(own, shard.valid_width)
 
     def _record_for_job(self, facts: dict[str, Any]):
         """Record labels and logits (or weight) for the ranks of the job.
@@ -320,31 +321,6 @@ def _describe_tensor(tensor, sharded_dim: int | None, bits: bool) -> tuple[str, 
     return f"{tensor.dtype} {list(tensor.shape)}", zlib.crc32(data.numpy())
 
 
-def _checksum_of_rows(weight, valid_width: int) -> tuple[int, int] | None:
-    """Return the number of the first rows of a weight, without padding, and their checksum.
-
-    None if they tell nothing: no rows, equal numbers (zeros, say), or a tensor that is not plain.
-    """
-    if type(weight) not in (torch.Tensor, torch.nn.Parameter) or weight.is_meta:
-        return None
-    rows = weight.detach()[: min(valid_width, FIRST_ROWS)]
-    if rows.dim() != 2 or (rows == rows[:1, :1]).all():
-        return None
-    return len(rows), _describe_tensor(rows, None, True)[1]
-
-
-def _expect_own_rows(rows: list[tuple[int, int] | None]):
-    """Raise ValueError if two ranks have equal rows of the vocabulary's matrix."""
-    for rank, own in enumerate(rows):
-        first = rows.index(own)
-        if own is not None and first != rank:
-            raise ValueError(
-                f"each rank must have its own rows of the weight, got equal ones on ranks {first} "
-                f"and {rank} of the group: were they drawn from one seed? Call "
-                "reset_parameters(), or pass a generator whose seed depends on the rank"
-            )
-
-
 def _compare(facts: tuple[dict, ...]):
     """Raise ValueError on all ranks if their facts, a dict each, or their shards do not agree."""
     # first, because other versions may have other facts; those before 0.3 have none of it
@@ -352,12 +328,12 @@ def _compare(facts: tuple[dict, ...]):
     if len({*versions}) > 1:
         raise ValueError(f"ranks must have the same version of tp_headloss, got {versions}")
     bounds = [rank_facts.pop("bounds") for rank_facts in facts]
-    rows = [rank_facts.pop("rows") for rank_facts in facts]
+    own = [rank_facts.pop("own") for rank_facts in facts]
     first = facts[0]
     for rank, other in enumerate(facts):
         _compare_with_first(first, other, rank)
     _expect_cover(bounds, first["vocab_size"][0])
-    _expect_own_rows(rows)
+    expect_own_ids(own)
     whole = [rank for rank, (_, _, tp_invariant) in enumerate(bounds) if tp_invariant]
     others = [rank for rank, (_, _, tp_invariant) in enumerate(bounds) if not tp_invariant]
     if whole and others:

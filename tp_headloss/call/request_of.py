@@ -97,7 +97,7 @@ def _facts_of(given: Given, backend: str, teacher_factors: tuple) -> Facts:
     temperature = 1.0 if per_token else float(transform.temperature)
     numbers = float(transform.scale), float(transform.softcap or 0.0), temperature
     names = int(given.ignore_index), backend, given.options.transport
-    beta = 0.5 if given.teacher is None else float(given.teacher.beta)
+    beta = 0.5 if given.teacher is None else float(given.teacher.beta_or_default)
     # torch.compile would trace through the cache and warn about it
     make_facts = _facts.__wrapped__ if torch.compiler.is_compiling() else _facts
     return make_facts(
@@ -332,7 +332,9 @@ def expect_as_student(name: str, dtype: torch.dtype, student: torch.dtype):
     """
     allowed = LOGITS_DTYPES + ((torch.float64,) if student == torch.float64 else ())
     if dtype not in allowed:
-        raise TypeError(f"{name} must be one of {[str(d) for d in allowed]}, got {dtype}")
+        raise TypeError(
+            f"{name} must be one of {[str(d) for d in allowed]}, got {dtype}: pass its .float()"
+        )
 
 
 def expect_not_swapped(of_teacher: torch.Tensor, of_student):

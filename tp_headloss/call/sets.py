@@ -96,16 +96,21 @@ def check_entries(teacher: TopKTeacher, labels, ignore_index: int, vocab_size: i
     given = teacher.log_probs.detach().reshape(-1, count)
     known = (masked_ids(teacher).reshape(-1, count) >= 0) & (given != -torch.inf)
     check_ids(teacher.ids, labels, ignore_index, vocab_size, "teacher.ids", known)
-    mass, rounding = _mass(given.masked_fill(~known, -torch.inf))
+    known_log_probs = given.masked_fill(~known, -torch.inf)
+    mass, rounding = _mass(known_log_probs)
     valid = labels.reshape(-1) != ignore_index
     refuse_tokens(
-        valid & ~(mass - 1 <= MASS_ROUNDING + rounding.clamp(max=0.1)),  # NaN is bad, too
+        valid & known_log_probs.isnan().any(1),
+        lambda token: f"teacher.log_probs of token {token} (flat index) holds NaN",
+    )
+    refuse_tokens(
+        valid & ~(mass - 1 <= MASS_ROUNDING + rounding.clamp(max=0.1)),
         lambda token: (
             f"teacher.log_probs of token {token} (flat index) must be log-probs, of probabilities "
             f"that add up to at most 1, got {float(mass[token]):.6g} from "
             f"{given[token].tolist()[:20]}"
         ),
-        "; are these logits?",
+        lambda token: _hint_of_entries(given[token][known[token]]),
     )
     if teacher.tail_log_prob is None:
         return
@@ -123,6 +128,15 @@ def check_entries(teacher: TopKTeacher, labels, ignore_index: int, vocab_size: i
         ),
         "; is it a natural logarithm, of these entries, at their temperature?",
     )
+
+
+def _hint_of_entries(values: torch.Tensor) -> str:
+    """Return what a token's entries may be whose probabilities add up to more than 1."""
+    if (values < 0).any():
+        return "; are these logits?"
+    if (values > 1 + 1e-3).any():
+        return "; are these logits, or negated log-probs, which are never above 0?"
+    return "; are these probabilities? Pass their log()"
 
 
 def _mass(log_probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

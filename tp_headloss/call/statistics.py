@@ -240,10 +240,10 @@ def assembled(
     return stats
 
 
-def _hint_alone(shard) -> str:
-    """Return what to do about labels that nobody owns, where one rank owns the vocabulary alone."""
+def hint_alone(shard: VocabShard, question: str = "are these logits one rank's columns?") -> str:
+    """Return what to do about ids that nobody owns, where one rank owns the vocabulary alone."""
     if shard.group is None:
-        return ": are these logits one rank's columns? Then pass shard=, made with their group"
+        return f": {question} Then pass shard=, made with their group"
     return f": {shard.says_alone()}" if shard.world_size == 1 else ""
 
 
@@ -263,6 +263,6 @@ def _check_labels(labels, owners, valid, request):
 
     def what_to_do(token: int) -> str:
         label = int(labels.flatten()[token])
-        return hint_of_label(label, ignore_index) or _hint_alone(shard)
+        return hint_of_label(label, ignore_index) or hint_alone(shard)
 
     refuse_tokens(valid & (owners != 1), message, what_to_do)

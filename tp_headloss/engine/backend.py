@@ -80,14 +80,27 @@ def resolve_backend(name: str | None, device) -> str:
     return name
 
 
+def _expect_triton() -> None:
+    """Raise ImportError where Triton is missing, or cannot be imported."""
+    if importlib.util.find_spec("triton") is None:
+        found = "there is none"
+    else:
+        try:
+            importlib.import_module("triton.language")
+            return
+        except Exception as error:  # a RuntimeError where it finds no driver
+            found = f"importing it ends in {type(error).__name__}: {error}"
+    raise ImportError(
+        f"the triton backend needs Triton >= 3.6, and {found}: pip install 'triton>=3.6', or use "
+        "Options(backend='torch')"
+    )
+
+
 @functools.cache
 def load_backend(name: str):
-    """The backend's module. ImportError where Triton is missing."""
-    if name == "triton" and importlib.util.find_spec("triton") is None:
-        raise ImportError(
-            "the triton backend needs Triton >= 3.6, and there is none: pip install 'triton>=3.6', "
-            "or use Options(backend='torch')"
-        )
+    """The backend's module. ImportError where Triton is missing or cannot be imported."""
+    if name == "triton":
+        _expect_triton()
     return importlib.import_module(f".{'eager' if name == 'torch' else name}", __package__)
 
 

@@ -294,8 +294,9 @@ class Trial:
                 f"ignored, such as {whole.facts.ignore_index}, got {type(error).__name__}: "
                 f"{error}; look such a label up as labels.clamp(min=0)"
             ) from error
-        others = [{name: x[1:] for name, x in of.items()} for of in (found, self.values(whole))]
-        self.compare(*others, "beside an ignored label", "without", ("finish", *SUMS))
+        found = {name: x[1:] for name, x in found.items()}
+        expected = {name: x[1:] for name, x in self.values(whole).items()}
+        self.compare(found, expected, "beside an ignored label", "without", ("finish", *SUMS))
 
     def check_gradient(self, labels: Labels) -> None:
         """Compare the gradient of each statistic with finite differences, and the gradient of none

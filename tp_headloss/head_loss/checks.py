@@ -1,6 +1,5 @@
 """Checks of the arguments of one `HeadLoss` call."""
 
-import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any, NamedTuple, TypeAlias
@@ -27,9 +26,10 @@ from ..spec import (
 )
 from ..spec.aliases import hint
 from ..spec.checks import expect_dense, fits_fp32, is_number, refuse_float_labels
-from ..statistics import AT_IDS
+from ..spec.words import array_hint, shown
+from ..statistics import AT_IDS, names_with_beta
 from .definition import HeadLossDefinition
-from .distillation_terms import reads_tail
+from .distillation_terms import is_own_function, reads_tail
 from .evaluation import StatisticsFunction
 from .terms import Metric, Term
 from .values import check_values
@@ -207,13 +207,9 @@ def expect_denominator(
     if isinstance(denominator, torch.Tensor):
         SCALAR.check(name, denominator, {"device": (device, "logits")})
     elif not is_number(denominator):
-        raise TypeError(f"{name} must be a number or a scalar tensor, got {denominator!r}")
-    # NaN is NaN
-    elif (
-        denominator < 0
-        or denominator == math.inf
-        or (denominator > 0 and not fits_fp32(denominator))
-    ):
+        said = shown(denominator, array_hint(denominator))
+        raise TypeError(f"{name} must be a number or a scalar tensor, got {said}")
+    elif denominator != 0 and not (denominator > 0 and fits_fp32(denominator)):
         raise ValueError(
             f"{name} must be at least 0 and a number that fp32 holds, got {denominator}"
         )
@@ -270,17 +266,25 @@ def _checked_inputs(definition: HeadLossDefinition, inputs, labels, sequences) -
 
 
 def _expect_teacher_that_is_read(definition: HeadLossDefinition, teacher):
-    """Raise TypeError for several teachers, and ValueError for a tail that no term or metric
-    reads."""
+    """Raise TypeError for several teachers, and ValueError for a beta or a tail that no term or
+    metric reads."""
     if isinstance(teacher, (list, tuple)) and not hasattr(teacher, "_fields"):
         raise TypeError(
             f"a call has one teacher, got {len(teacher)}: make a call for each, or, of "
             "probabilities q1 and q2 of the same tokens, Teacher(((q1 + q2) / 2).log())"
         )
-    if not isinstance(teacher, TopKTeacher) or teacher.tail_log_prob is None:
-        return
     parts: tuple[Term | Metric, ...] = (*definition.terms, *definition.token_metrics)
-    if not any("teacher" in part.inputs and reads_tail(part.function) for part in parts):
+    readers = [part.function for part in parts if "teacher" in part.inputs]
+    is_topk = isinstance(teacher, TopKTeacher)
+    beta = getattr(teacher, "beta", None)
+    reads_beta = names_with_beta(definition.want) or any(map(is_own_function, readers))
+    if beta is not None and not reads_beta:
+        term = "TopKDistillation" if is_topk else "Distillation"
+        raise ValueError(
+            f"teacher.beta is read by {term}(divergence='jsd') and by functions of your own, got "
+            f"beta={beta} and none of them: choose that divergence, or leave out beta"
+        )
+    if is_topk and teacher.tail_log_prob is not None and not any(map(reads_tail, readers)):
         raise ValueError(
             "teacher.tail_log_prob is read by TopKDistillation(support='tail') and by functions of "
             "your own, got none of them: choose that support, or leave out tail_log_prob and "
@@ -307,7 +311,8 @@ def _refuse_other_names(needed: set[str], given: set[str]):
         )
     if "reference_log_prob" in unused:
         wrong.append(
-            "a KL of weight 0, as kl=0, takes none, and PolicyMetrics(..) with reference=True alone"
+            "a whole loss such as PPO(kl=0) has no KL and takes none, and PolicyMetrics(..) with "
+            "reference=True alone"
         )
     raise ValueError(
         f"inputs must be {sorted(needed)} for these terms and metrics, got {sorted(given)}: "

@@ -337,7 +337,8 @@ def _expect_all(name: str, given, kinds) -> tuple:
     expected = "Terms" if kinds is Term else "names or Metrics"
     for part in given:
         if not isinstance(part, kinds):
-            said = _advice_on_term(part) if kinds is Term else ""
+            said = two_copies(part, Term if kinds is Term else Metric)
+            said = said or (_advice_on_term(part) if kinds is Term else "")
             said = said or getattr(type(part), "remedy", "") or as_a_list(part)
             if isinstance(part, StatisticValue):
                 own = f"{part.statistic!r}"
@@ -368,7 +369,6 @@ def _expect_all(name: str, given, kinds) -> tuple:
                 said = ": write a list of its values, which have names of their own"
             elif isinstance(part, (set, frozenset)):
                 said = ": write a list, whose order is the same on all ranks"
-            said = said or two_copies(part, Term if kinds is Term else Metric)
             raise TypeError(f"{name} must be {expected}, got {_readable(part)}{said}")
     return given
 

@@ -154,13 +154,21 @@ def TopKDistillation(
     )
 
 
+def is_own_function(function) -> bool:
+    """Return True for a function that is not one of these terms', so that it may read anything of a
+    teacher."""
+    if isinstance(function, StatisticValue):
+        return False
+    return getattr(function, "func", None) not in (_distillation, _topk_distillation)
+
+
 def reads_tail(function) -> bool:
     """Return False for functions of this package that read no tail_log_prob; of others True,
     because they may."""
-    if isinstance(function, StatisticValue):
-        return False
-    own = getattr(function, "func", None)
-    return own is not _distillation and (own is not _topk_distillation or "tail" in function.args)
+    if is_own_function(function):
+        return True
+    is_topk = getattr(function, "func", None) is _topk_distillation
+    return is_topk and "tail" in function.args
 
 
 def _distillation(per_token, temperature_squared, stats, teacher):
@@ -180,7 +188,7 @@ def _topk_distillation(divergence, support, outside_log_prob, temperature_square
     elif divergence == "reverse_kl":
         values = losses.topk_reverse_kl(stats, support, tail, outside_log_prob)
     else:
-        values = losses.topk_jsd(stats, support, tail, teacher.beta)
+        values = losses.topk_jsd(stats, support, tail, teacher.beta_or_default)
     return _tempered(values, temperature_squared, teacher)
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -236,7 +237,7 @@ def known_output(out: HeadLossOutput, order: ValidTokens) -> HeadLossOutput:
     """Return the output with losses, sums and count of NaN, if more tokens are valid than
     `Linear.max_valid_tokens`."""
     known = torch.where(order.missing, torch.nan, 1.0)
-    sums = {
+    sums: dict[str, Any] = {
         field: {name: x * known for name, x in getattr(out, field).items()}
         for field in ("terms", "metrics", "sequence_metrics", "term_counts")
     }

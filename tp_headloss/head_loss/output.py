@@ -7,6 +7,7 @@ from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import torch
 
+from ..arguments.sequences import SEQUENCE_REDUCTIONS
 from ..engine.reductions import FusedReduction
 from ..ranks.comm import combine_metrics, reduce_metrics
 from ..ranks.groups import Group
@@ -54,6 +55,7 @@ class HeadLossOutput(NamedTuple):
         term_counts: what the means of terms with token weights of their own (class weights, say)
             divide by in the place of ``count``: the sum of these weights, by the term's name.
         weights: of the terms, by name.
+        reduction: of the `HeadLoss`.
 
     Examples:
         >>> out = HeadLoss([CrossEntropy(), ZLoss(0.5)], metrics="accuracy")(
@@ -75,6 +77,7 @@ class HeadLossOutput(NamedTuple):
     sequence_metrics: dict[str, torch.Tensor]
     term_counts: dict[str, torch.Tensor]
     weights: dict[str, float | torch.Tensor]
+    reduction: str
 
     def means(self) -> dict[str, torch.Tensor]:
         """Return `mean_metrics` of this output alone."""
@@ -208,7 +211,8 @@ def mean_metrics(outputs: HeadLossOutput | Outputs, group: Group = None) -> dict
 
     Args:
         outputs: the output of a call, or those of all micro-batches of a step, with the same terms
-            and metrics; at least one on each rank of the group.
+            and metrics, and the same reduction if one is by sequence; at least one on each rank of
+            the group.
         group: data- and context-parallel ranks, which hold other tokens; one small all-gather.
             None: this rank alone.
 
@@ -222,9 +226,9 @@ def mean_metrics(outputs: HeadLossOutput | Outputs, group: Group = None) -> dict
         extrema, "perplexity" is exp of the mean of -log p. A mean of no tokens is NaN.
 
     Raises:
-        TypeError, ValueError: no outputs, outputs of other names, here or on another rank (see
-            `reduce_metrics`), or a group whose ranks share a vocabulary, which is noticed as long as
-            a `VocabShard` of it exists.
+        TypeError, ValueError: no outputs, outputs of other names or of another reduction by
+            sequence, here or on another rank (see `reduce_metrics`), or a group whose ranks share
+            a vocabulary, which is noticed as long as a `VocabShard` of it exists.
 
     Examples:
         >>> out = HeadLoss(metrics=("accuracy", "entropy"))(torch.zeros(2, 4), torch.tensor([0, 3]))
@@ -233,7 +237,7 @@ def mean_metrics(outputs: HeadLossOutput | Outputs, group: Group = None) -> dict
     """
     outputs = [outputs] if isinstance(outputs, HeadLossOutput) else outputs
     sums = reduce_metrics(combine_metrics(_checked_sums(outputs)), group)
-    count = sums.pop("")
+    count = sums.pop(_name_of_count(outputs[0]))
     tokens = sums.get("num_tokens", count)
 
     def mean(name: str) -> torch.Tensor:
@@ -256,8 +260,7 @@ def mean_metrics(outputs: HeadLossOutput | Outputs, group: Group = None) -> dict
 
 
 def _checked_sums(outputs: Outputs) -> list[dict[str, torch.Tensor]]:
-    """Return the sums of each output by name, and its count as "". ValueError unless all have the
-    same."""
+    """Return the sums of each output by name, and its count. ValueError unless all have the same."""
     if not outputs:
         raise ValueError("outputs must be at least one HeadLossOutput, got an empty list")
     parts = [_sums_by_name(out) for out in outputs]
@@ -266,7 +269,20 @@ def _checked_sums(outputs: Outputs) -> list[dict[str, torch.Tensor]]:
         raise ValueError(
             f"outputs must have the same terms and metrics in the same order, got {names}"
         )
-    return [{**part, "": out.count} for part, out in zip(parts, outputs)]
+    counts = [_name_of_count(out) for out in outputs]
+    if any(other != counts[0] for other in counts):
+        reductions = [out.reduction for out in outputs]
+        raise ValueError(
+            "outputs must have one reduction where one of them is by sequence, whose sums are "
+            f"others than those over tokens, got {reductions}: write mean_metrics for each"
+        )
+    return [{**part, counts[0]: out.count} for part, out in zip(parts, outputs)]
+
+
+def _name_of_count(out: HeadLossOutput) -> str:
+    """Return the name of the count among the sums, which ranks compare as they do all names."""
+    unit = out.reduction if out.reduction in SEQUENCE_REDUCTIONS else "tokens"
+    return f"count of {unit}"
 
 
 def _has_weight_1(outputs: Outputs, name: str) -> bool:
@@ -335,5 +351,13 @@ def make_output(
         metrics = MetricSums(metrics)
         sequence_metrics = SequenceSums(sequence_metrics)
     return HeadLossOutput(
-        loss, count, terms, metrics, stats, sequence_metrics, term_counts, weights
+        loss,
+        count,
+        terms,
+        metrics,
+        stats,
+        sequence_metrics,
+        term_counts,
+        weights,
+        definition.reduction,
     )

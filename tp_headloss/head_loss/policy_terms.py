@@ -15,11 +15,13 @@ from ..losses.kl import KLEstimator
 from ..losses.policy import CLIP
 from ..losses.ratio import Level, scaled
 from ..spec import (
+    FP32_MAX,
+    TERM_WEIGHT,
+    NumberLine,
     OneOf,
     Pair,
     PenaltyWeight,
     Positive,
-    Weight,
     WeightBounds,
     checked,
 )
@@ -32,6 +34,14 @@ Objective: TypeAlias = Literal[
     "clip-cov", "kl-cov", "positive-nll",
 ]  # fmt: skip
 CLIP_BY_NAME = ": a clip is given by name, clip=(low, high)"
+ObjectiveWeight: TypeAlias = (
+    Annotated[
+        float,
+        NumberLine(-FP32_MAX, FP32_MAX, "finite in fp32", of_pair=": write clip={}"),
+        "Factor of the term in the loss",
+    ]
+    | Annotated[torch.Tensor, TERM_WEIGHT]
+)
 ObjectiveName: TypeAlias = Annotated[
     Literal[Objective, "gpg"], OneOf(get_args(Objective), CLIP_BY_NAME)
 ]
@@ -66,7 +76,7 @@ SAMPLERS: dict[Sampler, str] = {
 @checked
 def PolicyGradient(
     objective: ObjectiveName = "clip",
-    weight: Weight = 1.0,
+    weight: ObjectiveWeight = 1.0,
     *,
     rollout_weight: bool = False,
     rollout_log_weight: bool = False,

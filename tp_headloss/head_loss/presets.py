@@ -12,14 +12,18 @@ from typing import Annotated, Any, Literal, TypeAlias
 from ..arguments.sequences import SequenceReduction
 from ..losses.policy import CLIP
 from ..losses.ratio import Clip, ClipOfConvention, SequenceClip
-from ..spec import CheckedBy, NotNegativeFp32, Positive, checked, lines_within
+from ..spec import FP32_MAX, CheckedBy, NotNegativeFp32, NumberLine, Positive, checked, lines_within
 from .definition import Reduction
 from .loss import HeadLoss
 from .policy_terms import KLToReference, PolicyGradient
 from .terms import Entropy
 
+OF_ESTIMATOR = (
+    ": kl= is the weight of the KL, whose estimator is k3; another is that of KLToReference"
+)
 Kl: TypeAlias = Annotated[
-    NotNegativeFp32,
+    float,
+    NumberLine(0, FP32_MAX, "at least 0 and finite in fp32", of_text=OF_ESTIMATOR),
     "Weight of the KL to the reference (k3 of `KLToReference`, at most 10 per token, with gradient 0 "
     "beyond); 0: none",
 ]

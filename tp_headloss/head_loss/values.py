@@ -9,6 +9,9 @@ import torch
 from ..call.not_finite import expect_finite
 from ..spec.checks import refuse_tokens
 
+# inputs that are log-probs of the program that sampled the tokens
+SAMPLED_BY = ("old_log_prob", "generator_log_prob")
+
 
 def check_values(definition, labels, token_weight, denominator, inputs):
     """Raise ValueError for values of a loss's arguments that make it NaN, or are none of theirs."""
@@ -17,6 +20,7 @@ def check_values(definition, labels, token_weight, denominator, inputs):
         expect_finite(f"input {name!r}", value, is_valid)
     _warn_of_rounded(inputs)
     expect_finite("token_weight", token_weight, is_valid)
+    _refuse_impossible(inputs, is_valid)
     if "sets" not in inputs:  # of one id, whose log-prob is 0
         _warn_of_zeros(inputs, is_valid)
     if isinstance(weight := inputs.get("rollout_weight"), torch.Tensor):
@@ -70,6 +74,32 @@ def _warn_of_zeros(inputs, is_valid: torch.Tensor):
                 "count: was it scored under another mask? Log-probs of ignored tokens are 0",
                 stacklevel=2,
             )
+
+
+def _refuse_impossible(inputs, is_valid: torch.Tensor):
+    """Raise ValueError for log-probs of -inf of the program that sampled the tokens, and warn of
+    those of a reference."""
+    for name in (*SAMPLED_BY, "reference_log_prob"):
+        value = inputs.get(name)
+        if not isinstance(value, torch.Tensor):
+            continue
+        bad = (value == -torch.inf) & is_valid
+        if name in SAMPLED_BY:
+            refuse_tokens(
+                bad,
+                partial(_impossible_at, name),
+                ": a token that is not the sampler's own has to be ignored",
+            )
+        elif count := int(bad.sum()):
+            warnings.warn(
+                f"input {name!r} is -inf at {count} of {int(is_valid.sum())} tokens that count, "
+                "which the reference never writes: was it scored over the same vocabulary?",
+                stacklevel=2,
+            )
+
+
+def _impossible_at(name: str, token: int) -> str:
+    return f"input {name!r} of token {token} (flat index) is -inf, which no sampled token has"
 
 
 def _check_bytes(num_bytes: torch.Tensor, is_valid: torch.Tensor):

@@ -212,9 +212,9 @@ def gkd_loss(
     return getattr(stats, divergence).sum(), counts.sum()
 
 
-def _divergence_of(beta: float) -> tuple[str, float]:
-    """Return the statistic of a share beta, and a share within (0, 1), which a teacher
-    needs."""
+def _divergence_of(beta: float) -> tuple[str, float | None]:
+    """Return the statistic of a share beta, and the share of a teacher, None where the statistic
+    has none."""
     if beta in (0, 1):
-        return ("reverse_kl" if beta else "forward_kl"), 0.5
+        return ("reverse_kl" if beta else "forward_kl"), None
     return "jsd", beta

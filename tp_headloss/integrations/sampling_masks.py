@@ -59,7 +59,24 @@ def _each(masks, of: str) -> list:
             f"sampling masks must be a list with one for each {of}, got {type(masks).__name__}"
             + ("" if masks is None else ": of one, write [mask]")
         )
-    return list(masks)
+    found = list(masks)
+    for mask in found:
+        _refuse_log_probs(mask)
+    return found
+
+
+def _refuse_log_probs(mask):
+    """Raise TypeError for a completion's logprobs, which have a dict for each token.
+
+    Its ids are the likeliest ones, not those that the sampler kept.
+    """
+    rows = [mask, *mask] if isinstance(mask, (list, tuple)) else [mask]
+    if hasattr(mask, "logprobs") or any(isinstance(row, Mapping) for row in rows):
+        got = "dicts" if isinstance(mask, (list, tuple)) else type(mask).__name__
+        raise TypeError(
+            f"a sampling mask must have the ids that the sampler kept, got {got}, as logprobs are: "
+            "pass the sampling mask, of vLLM the completion's .sampling_mask"
+        )
 
 
 def _sample_sets(mask) -> IdSets:

@@ -71,7 +71,7 @@ def ratio_bounds(clip, dual_clip) -> tuple[float, float]:
     expect_distances(clip, most=1)
     low, high = 1 - clip[0], 1 + clip[1]
     if dual_clip is not None and not dual_clip >= high:
-        said = ": a KL's weight is the keyword kl=" if dual_clip < 1 else ""
+        said = ": a KL's weight is kl= of a whole loss, as PPO(kl=..)" if dual_clip < 1 else ""
         raise ValueError(
             f"dual_clip must be at least 1 + {clip[1]}, where the clip ends, got {dual_clip}{said}"
         )

@@ -9,6 +9,7 @@ import torch
 from ..arguments.options import Options
 from ..call.agreement import Agreement
 from ..call.dtensor import local_rows
+from ..call.statistics import hint_alone
 from ..ranks.comm import reduce_in_place
 from ..ranks.shard import VocabShard
 from ..spec import Rows, TensorLine, described, lines_within
@@ -19,8 +20,9 @@ IDS = TensorLine("int64 or int32", ("V_d",), hint=": the order is select_rows(we
 WHOLE_WEIGHT = "weight, whole on each rank without shard= (of sharded rows, pass their shard=)"
 
 
-def _expect_distinct(ids: torch.Tensor, vocab_size: int):
+def _expect_distinct(ids: torch.Tensor, shard: VocabShard):
     """Raise ValueError for ids outside of the vocabulary, or more than once."""
+    vocab_size = shard.vocab_size
     ordered = ids.sort().values
     is_outside = (ordered < 0) | (ordered >= vocab_size)
     is_again = torch.zeros_like(is_outside)
@@ -29,7 +31,9 @@ def _expect_distinct(ids: torch.Tensor, vocab_size: int):
     if not len(wrong := ordered[is_outside | is_again]):
         return
     if outside := [i for i in wrong.tolist() if not 0 <= i < vocab_size]:
-        raise ValueError(f"ids must be in [0, {vocab_size}), got {outside[:8]}")
+        is_beyond = outside[-1] >= vocab_size
+        said = hint_alone(shard, "is the weight one rank's rows?") * is_beyond
+        raise ValueError(f"ids must be in [0, {vocab_size}), got {outside[:8]}{said}")
     again = list(dict.fromkeys(wrong.tolist()))
     raise ValueError(
         f"ids must be distinct, got {again[:8]} more than once: torch.unique(ids), or of a draft's "
@@ -105,7 +109,7 @@ def select_rows(
         if weight.is_meta or ids.is_meta:
             raise ValueError("weight and ids must have values, got tensors on meta")
         ids = ids.to(weight.device, torch.int64)
-        _expect_distinct(ids, shard.vocab_size)
+        _expect_distinct(ids, shard)
         of_weight.record("select_rows", shard, weight=weight, ids=ids)
         # each rank takes rows of its own where there is one rank of the weight
         whole = {WHOLE_WEIGHT: weight[: shard.valid_width]} if shard.world_size == 1 else {}

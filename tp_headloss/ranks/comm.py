@@ -143,6 +143,28 @@ def texts_of_job(text: str, seconds: float) -> list[str] | None:
     return texts
 
 
+def _presence(rank: int) -> str:
+    return f"tp_headloss/rank {rank} is there"
+
+
+def say_presence() -> None:
+    """Tell the ranks that ask for `silent_ranks` that this one is there."""
+    _default_store().set(_presence(dist.get_rank()), "")
+
+
+def silent_ranks(seconds: float) -> list[int]:
+    """Return the ranks of the job that do not say within so many seconds that they are there.
+
+    By way of the job's store, which is no collective.
+    """
+    say_presence()
+    store = _default_store()
+    keys = [_presence(rank) for rank in range(dist.get_world_size())]
+    with contextlib.suppress(RuntimeError):  # DistStoreError
+        store.wait(keys, timedelta(seconds=seconds))
+    return [rank for rank, key in enumerate(keys) if not store.check([key])]
+
+
 def group_size(group) -> int:
     """Number of ranks of a group; 1 for None."""
     return 1 if group is None else dist.get_world_size(group)

@@ -17,7 +17,7 @@ from ..call.compile import uncompiled
 from ..call.dtensor import local_head, local_logits, local_part
 from ..call.given import Given
 from ..call.request_of import LOGITS_DTYPES, build_request
-from ..call.statistics import vocab_statistics
+from ..call.statistics import hint_alone, vocab_statistics
 from ..engine import eager
 from ..engine.request import TokenOrder
 from ..engine.transports import Transport
@@ -151,7 +151,9 @@ def topk_log_probs(
             lines_within(topk_log_probs)[name].check(name, value, {})
         k = int(k)
         if k > shard.vocab_size:
-            raise ValueError(f"k must be in [1, {shard.vocab_size}], got {k}")
+            asked = () if weight is None else ("is the weight one rank's rows?",)
+            said = hint_alone(shard, *asked)
+            raise ValueError(f"k must be in [1, {shard.vocab_size}], got {k}{said}")
         if ids_dtype not in (torch.int64, torch.int32) or dtype not in LOG_PROBS_DTYPES:
             raise TypeError(
                 "ids_dtype must be int64 or int32, and dtype float32, bfloat16, float16 or "

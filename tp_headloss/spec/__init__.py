@@ -38,7 +38,7 @@ FLAG = OneOf((True, False))
 MASK = TensorLine("bool")
 LABELS = TensorLine("int64 or int32")
 IDS = TensorLine("int64 or int32", None)
-SCALAR = TensorLine("real numbers", ())
+SCALAR = TensorLine("real numbers", (), hint=": one number, of a mask its .sum()")
 TOKEN_WEIGHT = TensorLine("real numbers or bool")
 TENSOR = TensorLine("real numbers or bool", None)
 COLUMNS = TensorLine("real numbers or bool", None, sharded=-1)
@@ -48,8 +48,9 @@ PER_TOKEN = TensorLine("real numbers", broadcasts=True)
 EACH_LABEL = ": a number for each label, in its shape, such as table[labels.clamp(min=0)]"
 EACH_TOKEN = TensorLine("real numbers", hint=EACH_LABEL, per_token=EACH_LABEL)
 NOT_SUMS = ": log-probs are per token, not summed over a sequence"
-LOG_PROBS = TensorLine("floating point", per_token=NOT_SUMS)
-CONSTANT_LOG_PROBS = TensorLine("floating point", detached=True, per_token=NOT_SUMS)
+OF_LOGITS = ": of logits pass log_probs(logits, labels).log_prob"
+LOG_PROBS = TensorLine("floating point", hint=OF_LOGITS, per_token=NOT_SUMS)
+CONSTANT_LOG_PROBS = TensorLine("floating point", detached=True, hint=OF_LOGITS, per_token=NOT_SUMS)
 TokenValues: TypeAlias = Annotated[torch.Tensor, TOKENS]
 PerToken: TypeAlias = Annotated[torch.Tensor, PER_TOKEN]
 ConstantValues: TypeAlias = Annotated[torch.Tensor, TensorLine("floating point", detached=True)]
@@ -112,12 +113,14 @@ IN_FUNCTION = "; a factor that is trained belongs into the function of a Term of
 OTHER_WEIGHTS = (
     ": one per class is CrossEntropy(class_weight=..), one per token is token_weight= of the call"
 )
-WEIGHT = TensorLine("floating point", (), constant=True, hint=OTHER_WEIGHTS, trained=IN_FUNCTION)
+TERM_WEIGHT = TensorLine(
+    "floating point", (), constant=True, hint=OTHER_WEIGHTS, trained=IN_FUNCTION
+)
 Weight: TypeAlias = (
     Annotated[
         float, NumberLine(-FP32_MAX, FP32_MAX, "finite in fp32"), "Factor of the term in the loss"
     ]
-    | Annotated[torch.Tensor, WEIGHT]
+    | Annotated[torch.Tensor, TERM_WEIGHT]
 )
 OWN_TERM = ": a weight below 0 rewards what the term penalises; a Term of your own takes any"
 # of a term that is never below 0, and has no least value if it is subtracted
@@ -127,7 +130,7 @@ PenaltyWeight: TypeAlias = (
         NumberLine(0, FP32_MAX, "at least 0 and finite in fp32", OWN_TERM),
         "Factor of the term in the loss",
     ]
-    | Annotated[torch.Tensor, WEIGHT]
+    | Annotated[torch.Tensor, TERM_WEIGHT]
 )
 Size: TypeAlias = Annotated[int, IntLine(1)]
 Unused: TypeAlias = Annotated[Any, CheckedBy("not used")]

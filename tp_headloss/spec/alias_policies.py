@@ -1,14 +1,88 @@
 """More of the table of names elsewhere: those of policy optimisation."""
 
-from .alias_table import BONUSES, DISTANCES, PRESETS, Alias
+from .alias_table import BONUSES, DISTANCES, LOSSES, PRESETS, Alias
 
 DUAL = f"PolicyGradient, PolicyMetrics, {DISTANCES}"
 CLIPPED = f"PolicyGradient, PolicyMetrics, {PRESETS}"
 BOUND = 'clip=(0.0, epsilon_high), convention="bound"'
 KLS = "beta, kl_loss_coef, kl_coef, kl_coeff"
 GENERATOR = "'rollout_weight', losses.truncated_importance_weight(old, generator_log_prob=..)"
+TRUNCATED = "losses.truncated_importance_weight"
+OF_ROLLOUT = (
+    "rollout_log_probs, sampling_per_token_logps, rollout_log_prob, sampling_log_prob, "
+    "behavior_log_prob, behaviour_log_prob, inference_log_prob, vllm_log_prob, sglang_log_prob"
+)
+WHOSE_ROLLOUT = "verl, TRL, many"
+# of which the names of a call's inputs are no arguments
+PARTS = f"HeadLoss, PolicyGradient, KLToReference, PolicyMetrics, GeneratorMetrics, {PRESETS}"
+WEIGHTS = "truncated_importance_weight, icepop, sequence_masked_importance_weight"
+# verl multiplies by dp_size, as gradients of its data-parallel ranks are averaged
+AVERAGED = "{}, divided by dp_size where data-parallel ranks average their gradients"
+HORIZON = "inputs={'sequences': Sequences.from_mask(mask, horizon={})} of the call, for DrGRPO(..)"
+OLD = "old_log_probs, old_per_token_logps"
+REFERENCE = "ref_log_prob, ref_log_probs, ref_per_token_logps"
 
 OF_POLICIES = (
+    Alias(
+        "advantages, old_log_prob, reference_log_prob, generator_log_prob, rewards, num_bytes",
+        "verl, ours",
+        f"{LOSSES}, {PARTS}",
+        'inputs={"{}": ..}, of the call',
+    ),
+    Alias("rollout_weight, rollout_log_weight, noise", "ours", LOSSES, 'inputs={"{}": ..}'),
+    Alias(OLD, "verl, TRL", f"{LOSSES}, {PARTS}", 'inputs={"old_log_prob": ..}, of the call'),
+    Alias(OLD, "verl, TRL", "input", "'old_log_prob'"),
+    Alias(OLD, "verl, TRL", WEIGHTS, "log_prob={}, the first argument"),
+    Alias("old_log_prob", "ours", WEIGHTS, "log_prob={}, the first argument"),
+    Alias(
+        REFERENCE,
+        "verl, TRL",
+        f"{LOSSES}, {PARTS}",
+        'inputs={"reference_log_prob": ..}, of the call',
+    ),
+    Alias(REFERENCE, "verl, TRL", "input", "'reference_log_prob'"),
+    Alias(
+        OF_ROLLOUT,
+        WHOSE_ROLLOUT,
+        f"{LOSSES}, {PARTS}",
+        f"inputs={{'rollout_weight': {TRUNCATED}(old, generator_log_prob=..)}}, of the call",
+    ),
+    Alias(OF_ROLLOUT, WHOSE_ROLLOUT, WEIGHTS, "generator_log_prob={}"),
+    Alias("sets", "ours", LOSSES, 'inputs={"sets": IdSets(..)}'),
+    Alias("batch_num_tokens", "verl", LOSSES, f"denominator={AVERAGED}"),
+    Alias(
+        "global_batch_size", "verl", LOSSES, f"with a reduction by sequence denominator={AVERAGED}"
+    ),
+    Alias(
+        "dp_size",
+        "verl",
+        LOSSES,
+        "denominator=total / dp_size, with the total of tokens, or sequences, of all ranks",
+    ),
+    Alias("loss_scale_factor, horizon", "verl, ours", f"{LOSSES}, {PARTS}", HORIZON),
+    Alias("kl_loss_type", "verl", "KLToReference", "estimator={}"),
+    Alias(
+        "kl_loss_type, estimator",
+        "verl, ours",
+        f"PolicyGradient, {PRESETS}",
+        "HeadLoss([PolicyGradient(..), KLToReference(weight, {})], ..), a preset's KL is k3",
+    ),
+    Alias("kl_loss_type", "verl", "HeadLoss", "a term, KLToReference(weight, {})"),
+    Alias("use_kl_loss", "verl", PRESETS, "kl=weight, 0 for no KL"),
+    Alias("use_kl_loss", "verl", "PolicyGradient, HeadLoss", "a term, KLToReference(weight)"),
+    Alias("entropy", "ours", "PolicyGradient, HeadLoss", "a term, Entropy({})"),
+    Alias(
+        "tis_imp_ratio_cap, rollout_is_threshold, cap",
+        "verl, TRL, many",
+        "truncated_importance_weight, icepop",
+        "bounds=(0.0, {})",
+    ),
+    Alias(
+        "tis_imp_ratio_cap, rollout_is_threshold",
+        "verl",
+        f"PolicyGradient, HeadLoss, {PRESETS}",
+        f"PolicyGradient(.., rollout_weight=True), and {TRUNCATED}(.., bounds=(0.0, {{}}))",
+    ),
     Alias(
         "epsilon, epsilon_high",
         "TRL",
@@ -97,14 +171,14 @@ OF_POLICIES = (
         'PolicyMetrics(..), as "clip_fraction"',
     ),
     Alias(
-        "rollout_log_probs, sampling_per_token_logps",
-        "verl, TRL",
+        f"{OF_ROLLOUT}, generator_log_probs",
+        WHOSE_ROLLOUT,
         "input",
         "generator_log_prob",
         "'generator_log_prob', of GeneratorMetrics and KLToReference",
     ),
     # where nothing needs that
-    Alias("rollout_log_probs, sampling_per_token_logps", "verl, TRL", "input", GENERATOR),
+    Alias(f"{OF_ROLLOUT}, generator_log_probs", WHOSE_ROLLOUT, "input", GENERATOR),
     Alias(
         "generator_log_prob",
         "ours",

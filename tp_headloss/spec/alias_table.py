@@ -171,7 +171,6 @@ WRITTEN = (
     Alias("importance_sampling_level", "TRL", f"PolicyGradient, {PRESETS}", SEQUENCE_RATIO),
     Alias("rollout_weight", "ours", PRESETS, "HeadLoss([PolicyGradient(.., {}=True)])"),
     Alias("kl", "ours", "PolicyGradient, HeadLoss", "a term, KLToReference({})"),
-    Alias("tis_imp_ratio_cap", "verl", "truncated_importance_weight", "bounds=(0.0, {})"),
     Alias("max_length", "TRL", "Sequences.from_mask", "horizon={}"),
     Alias("ce_weight", "Liger", "CrossEntropy", "class_weight="),
     Alias(
@@ -198,6 +197,12 @@ WRITTEN = (
     Alias("indices", "torch", "TopKTeacher", "ids="),
     Alias("values", "torch", "TopKTeacher", "log_probs="),
     Alias("tail", "many", "TopKTeacher", "tail_log_prob="),
+    Alias(
+        "lse",
+        "ours",
+        "TopKTeacher",
+        'TopKTeacher(d["ids"], d["log_probs"], ..), of the _asdict() d of what topk_log_probs returned',
+    ),
     Alias("beta, student_temperature", "ours", "Distillation", "Teacher(logits, {}=..)"),
     Alias(
         "beta, student_temperature",
@@ -235,12 +240,6 @@ WRITTEN = (
         CALLS,
         "shard=VocabShard.from_group({}, vocab_size)",
     ),
-    Alias(
-        "advantages, old_log_prob, reference_log_prob, num_bytes",
-        "verl, ours",
-        LOSSES,
-        'inputs={"{}": ..}',
-    ),
     Alias("dim", "torch", CALLS, "logits.movedim({}, -1): the vocabulary is the last dimension"),
     Alias("teacher", "many", f"HeadLoss, {LOSSES}", 'inputs={"teacher": Teacher(..)}'),
     Alias("sequences", "ours", LOSSES, 'inputs={"sequences": Sequences.from_mask(..)}'),
@@ -264,8 +263,6 @@ WRITTEN = (
     Alias(SETS, "ours, vLLM", "input", "'sets'"),
     Alias(SETS, "ours, vLLM", LOSSES, 'inputs={"sets": IdSets(..)}'),
     Alias(SETS, "ours, vLLM", "vocab_statistics, linear_vocab_statistics", "sets=IdSets(..)"),
-    Alias("ref_log_prob, ref_per_token_logps", "verl, TRL", "input", "'reference_log_prob'"),
-    Alias("old_log_probs, old_per_token_logps", "verl, TRL", "input", "'old_log_prob'"),
     Alias("rollout_weight", "ours", "input", "PolicyGradient(.., rollout_weight=True)"),
     Alias("teacher_logits", "many", "input", "'teacher': Teacher(teacher_logits)"),
     Alias("teacher_logits", "many", LOSSES, 'inputs={"teacher": Teacher({})}'),
@@ -276,7 +273,8 @@ WRITTEN = (
         'inputs={"teacher": TeacherHead(hidden, weight)}, of HeadLoss.linear',
     ),
     Alias("teacher_hidden", "many", "input", "'teacher': TeacherHead({}, weight)"),
-    Alias("beta, temperature, student_temperature", "ours", "input", "Teacher(.., {}=..)"),
+    Alias("beta, student_temperature", "ours", "input", "Teacher(.., {}=..)"),
+    Alias("temperature", "many", "input", TEMPERATURES),
     Alias(
         "num_items_in_batch",
         "Transformers",
@@ -383,6 +381,7 @@ WRITTEN = (
         "nothing, because only logits have them: HeadLoss(..)(logits, labels, transform=..)",
     ),
     Alias("inputs", "ours", HEAD, "nothing, because Megatron's call passes none"),
+    Alias("loss_mask", "Megatron", HEAD, "model(.., labels=labels, loss_mask=loss_mask)"),
     Alias("output_layer", "Megatron", HEAD, "output_processor=head, an object, not the class"),
     Alias("gamma", "the paper, TRL", "simpo", "margin=gamma"),
     Alias(

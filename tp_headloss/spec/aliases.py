@@ -14,6 +14,9 @@ from .alias_table import WRITTEN, Alias
 
 ROWS = (*WRITTEN, *OF_POLICIES, *OF_STATISTICS)
 
+# the end of names of log-probs
+LOG_PROB = "log_prob"
+
 # names of the arguments of `checked` and `described` functions
 KEYWORDS: dict[str, Collection[str]] = {}
 # functions of one call of a loss -> what to write for an argument that another of them takes
@@ -22,7 +25,8 @@ PLACES = {
     "HeadLoss.forward": "HeadLoss(..)(.., {}=..), an argument of the call",
     "HeadLoss.linear": "HeadLoss(..).linear(.., {}=..), an argument of the call",
 }
-# classes that users make by their class methods, and methods whose first argument is easily left out
+# classes that users make by their class methods, and functions of which an argument is easily left
+# out
 MADE_BY = {
     "Sequences": "Sequences.from_mask(mask), .from_cu_seqlens(..) or .from_ids(..)",
     "VocabShard.from_group": "VocabShard.from_group(group, vocab_size), with None for one rank",
@@ -31,6 +35,8 @@ MADE_BY = {
     "HeadLoss.linear": "HeadLoss(..).linear(hidden, weight, labels)",
     "HeadLoss.explain": "HeadLoss(..).explain(logits, labels)",
     "HeadLoss.explain_linear": "HeadLoss(..).explain_linear(hidden, weight, labels)",
+    "sample": "sample(logits, seed=seed, positions=positions), positions being for each token a "
+    "number that no other draw with this seed has, in a first one torch.arange(B * S).view(B, S)",
 }
 # parameter -> the record that it takes, whose own arguments may be given in its place
 RECORDS = {
@@ -48,7 +54,14 @@ INSTALLATIONS = ("fuse_head", "causal_lm_loss", "fuse_log_probs")
 def _one_by_one(alias: Alias) -> list[Alias]:
     """Return an alias for each name of one that has several."""
     names = alias.name.split(", ")
-    return [alias._replace(name=name, ours=alias.ours.replace("{}", name)) for name in names]
+    return [
+        alias._replace(
+            name=name,
+            ours=alias.ours.replace("{}", name),
+            write=alias.write.replace("{}", name),
+        )
+        for name in names
+    ]
 
 
 ALIASES = [alias for written in ROWS for alias in _one_by_one(written)]
@@ -76,8 +89,9 @@ def hint(value, names: Collection[str], of: str = "value") -> str:
         return ""
     is_value = of == "value"
     number = re.search(r"\d+", value)
-    # of "top10" first the name itself, then "topk", of any number
-    spellings = (value.lower(), re.sub(r"\d+", "k", value.lower()))
+    # of "top10" first the name itself, then "topk", of any number; of "ref_logprobs" "ref_log_prob"
+    lower = value.lower()
+    spellings = (lower, re.sub(r"\d+", "k", lower), _with_log_prob(lower))
     for name, alias in itertools.product(spellings, ALIASES):
         is_meant = alias.name.lower() == name and alias.of == of
         needs_ours = is_value or (of == "input" and alias.write)
@@ -85,9 +99,26 @@ def hint(value, names: Collection[str], of: str = "value") -> str:
             ours = repr(alias.ours) if is_value else alias.ours
             write = alias.write or ours
             return f": write {write.replace('(k)', f'({number[0]})') if number else write}"
-    spelled = {name.lower().replace("-", "_"): name for name in names}
-    close = difflib.get_close_matches(value.lower().replace("-", "_"), spelled, 1, 0.75)
-    return f": did you mean {spelled[close[0]]!r}?" if close else ""
+    spelled = {_with_log_prob(name.lower().replace("-", "_")): name for name in names}
+    meant = _with_log_prob(lower.replace("-", "_"))
+    close = difflib.get_close_matches(meant, spelled, 1, 0.75)
+    if not close or not _are_of_one_policy(meant, close[0]):
+        return ""
+    return f": did you mean {spelled[close[0]]!r}?"
+
+
+def _with_log_prob(name: str) -> str:
+    """Return a name in our spelling of log-probs: "old_log_prob" for "old_logprobs"."""
+    return re.sub(r"log_?p(rob)?s?$", LOG_PROB, name)
+
+
+def _are_of_one_policy(name: str, other: str) -> bool:
+    """Return False for names of log-probs whose policies are not spelled alike, such as
+    "vllm_log_prob" and "old_log_prob": one in the place of the other would be silently wrong."""
+    if not (name.endswith(LOG_PROB) and other.endswith(LOG_PROB)):
+        return True
+    policies = [x.removesuffix(LOG_PROB).strip("_") for x in (name, other)]
+    return bool(difflib.get_close_matches(policies[0], policies[1:], 1, 0.75))
 
 
 def rows() -> list[str]:

@@ -11,7 +11,15 @@ import torch
 from .aliases import hint
 from .checks import FP32_MAX, is_number
 from .tensor_line import Sizes, TensorLine, check_alike
-from .words import as_a_list, made_of_value, shown, two_copies, type_name, with_article
+from .words import (
+    array_hint,
+    as_a_list,
+    made_of_value,
+    shown,
+    two_copies,
+    type_name,
+    with_article,
+)
 
 
 @dataclass(frozen=True)
@@ -21,6 +29,7 @@ class NumberLine:
     Args:
         hint: of the error for one out of range.
         of_text: of the error for a string.
+        of_pair: of the error for a tuple or list, {} standing for it.
         in_fp32: tensors in fp32 are compared with it, so that a finite number is one in fp32.
     """
 
@@ -30,12 +39,14 @@ class NumberLine:
     hint: str = ""
     in_fp32: bool = False
     of_text: str = ""
+    of_pair: str = ""
 
     def check(self, name: str, value: Any, sizes: Sizes):
         """Raise TypeError for anything but a number, and ValueError for one out of range."""
         if not is_number(value):
-            said = self.of_text if isinstance(value, str) else ""
-            raise TypeError(f"{name} must be a number, got {shown(value)}{said}")
+            raise TypeError(
+                f"{name} must be a number, got {shown(value)}{self.hint_of_other(value)}"
+            )
         if not isinstance(value, int):  # which may be too large for a float
             value = float(value)  # NumPy would round the bounds to the value's type
         if not self.low <= value <= self.high:
@@ -44,6 +55,12 @@ class NumberLine:
             raise ValueError(
                 f"{name} must be {self.says}, of at most {FP32_MAX:.4g} or infinite, got {value}"
             )
+
+    def hint_of_other(self, value: Any) -> str:
+        """Return what to write for a value that is no number, "" if nobody knows."""
+        if isinstance(value, (tuple, list)):
+            return self.of_pair.format(shown(value))
+        return self.of_text if isinstance(value, str) else ""
 
 
 @dataclass(frozen=True)
@@ -293,7 +310,9 @@ class AnyOf:
                     raise
         kinds = [line.kind for line in self.lines if isinstance(line, Instance)]
         said = max((made_of_value(kind, value) for kind in kinds), default="")
-        said = said or self._of_another_copy(value)
+        said = said or self._of_another_copy(value) or (array_hint(value) if tensors else "")
+        numbers = [line for line in self.lines if isinstance(line, NumberLine)]
+        said = said or next(filter(None, [line.hint_of_other(value) for line in numbers]), "")
         takes_several = any(isinstance(line, (TupleOf, Names)) for line in self.lines)
         said = said or (as_a_list(value) if takes_several else "")
         raise TypeError(f"{name} must be {self.says}, got {shown(value, said)}")

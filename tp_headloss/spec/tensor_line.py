@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import torch
 
 from .checks import expect_dense
+from .words import array_hint
 
 # symbol of a shape -> its size, and the name of the argument that set it; "shard": the shard, which
 # knows why a tensor may have other columns or rows
@@ -37,7 +38,10 @@ TOKEN_PARTS = "weight", "log_prob", "logits"
 OF_FUSED_HEAD = (
     ": a model with a fused head makes logits in eval() under torch.no_grad(), or without labels"
 )
-CASTS = {"bool": ".bool()", "int64 or int32": ".long()", "real numbers": ".float()"}
+CASTS = {"int64 or int32": ".long()", "real numbers": ".float()"}
+# .bool() would make True of labels of -100, and of the -inf of a mask that is added to scores
+OF_A_MASK = ": of a mask of 0 and 1 pass mask != 0"
+OF_LABELS = ", of labels labels != -100"
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,7 @@ class TensorLine:
 
     def _object_hint(self, x) -> str:
         """Return what to pass in the place of an object that is no tensor."""
-        if said := getattr(type(x), "remedy", ""):
+        if said := getattr(type(x), "remedy", "") or array_hint(x):
             return said
         parts: tuple[str, ...] = TOKEN_PARTS
         if self.sharded is not None:
@@ -124,8 +128,13 @@ class TensorLine:
         """Return what to pass in the place of a tensor of another dtype."""
         if x.dtype == torch.bool and self.kind == "int64 or int32":
             return ": ids, not a mask (torch.where(mask, labels, -100), or mask.nonzero()[:, 0])"
-        if self.kind in ("bool", "int64 or int32") and x.is_floating_point() and self.hint:
+        is_several = self.shape == () and x.dim() > 0
+        is_of_masks_or_ids = self.kind in ("bool", "int64 or int32")
+        if self.hint and (is_several or (is_of_masks_or_ids and x.is_floating_point())):
             return self.hint
+        if self.kind == "bool" and not x.is_complex():
+            may_be_labels = "K" not in self._tail and not x.is_floating_point()
+            return OF_A_MASK + OF_LABELS * may_be_labels
         is_weight = self.sharded == 0 and "H" in (self.shape or ())
         if is_weight and DTYPES["int64 or int32"](x.dtype):
             return ": are these labels? The weight [width, H] comes before them"
@@ -163,7 +172,9 @@ class TensorLine:
             shape = ", ".join(str(known.get(symbol, symbol)) for symbol in (*lead, *tail))
             of = " of " * bool(setters) + " and ".join(setters)
             shard = sizes.get("shard", (None, ""))[0]
-            said = self._columns_hint(x, expected, shard) or self._shape_hint(x, lead, expected)
+            wanted = (*lead, *((known | numbers).get(symbol) for symbol in tail))
+            said = self._transposed_hint(x, wanted) or self._columns_hint(x, expected, shard)
+            said = said or self._shape_hint(x, lead, expected)
             raise ValueError(f"{name} must have shape [{shape}]{of}, got {list(x.shape)}{said}")
         for symbol, size in own_tail.items():
             if isinstance(symbol, str):
@@ -171,14 +182,28 @@ class TensorLine:
 
     @staticmethod
     def _broadcast_hint(x, expected) -> str:
-        """Return the shape of one value for each row of tokens, or for each position in the rows."""
+        """Return what to pass in the place of a tensor that does not broadcast to the tokens.
+
+        It is a value for each row of tokens, for each position in the rows, or, where all tokens
+        are in one row, for each packed sequence.
+        """
         row, position = (
             "a value per row is [B, 1]",
             "a value per position is [1, S], pass its [None]",
         )
-        if x.dim() != 1 or len(expected) != 2 or len(x) != expected[1]:
-            return row
-        return f"{row}, and {position}" if len(x) == expected[0] else position
+        for_all = "a value for all tokens is []"
+        if not expected:
+            return for_all
+        if x.dim() == 1 and len(expected) == 2 and len(x) == expected[1]:
+            return f"{row}, and {position}" if len(x) == expected[0] else position
+        is_flat = x.squeeze().dim() <= 1 or sum(n != 1 for n in expected) <= 1
+        if is_flat and x.numel() == math.prod(expected):
+            return f"pass its .reshape({', '.join(map(str, expected))})"
+        is_one_row = math.prod(expected[:-1]) == 1
+        if is_one_row and _may_be_packed(x.numel(), expected):
+            rows = "[None]" * (len(expected) - 1)
+            return f"one per packed sequence? Pass its .repeat_interleave(lengths){rows}"
+        return for_all if len(expected) == 1 else row
 
     @property
     def _tail(self) -> tuple[str | int, ...]:
@@ -192,6 +217,14 @@ class TensorLine:
         if len(shape) != len(expected):
             return False
         return all(n == e or (self.broadcasts and n == 1) for n, e in zip(shape, expected))
+
+    def _transposed_hint(self, x, wanted) -> str:
+        """Return what to pass in the place of columns whose other order has the wanted sizes, of
+        which None is any."""
+        if not self._tail or self.sharded == 0 or x.dim() != 2 or len(wanted) != 2:
+            return ""
+        fits = all(size in (None, own) for size, own in zip(wanted, x.shape[::-1]))
+        return ": transposed? Pass its .T" * fits
 
     def _columns_hint(self, x, expected, shard) -> str:
         """Return what to pass in the place of a tensor with other columns, or rows, than the
@@ -227,8 +260,11 @@ class TensorLine:
             return ": transposed? Pass its .T"
         if self.kind == "int64 or int32" and tuple(x.shape[:-1]) == lead:
             return (
-                ": several ids for each token are ids= of vocab_statistics(want=('log_probs_at',))"
+                ": several ids for each token are ids= of vocab_statistics(want=('log_probs_at',)), "
+                "and of one-hot labels pass their .argmax(-1)"
             )
+        if tuple(x.shape[:-1]) == lead and self.hint:
+            return self.hint
         said = self._fewer_hint(x, lead, sizes)
         is_fewer = said or x.dim() == 1  # as a table with a value for each id
         return self.per_token if is_fewer and self.per_token else said
@@ -249,8 +285,13 @@ class TensorLine:
             return f": pass its [{rows}].expand({sizes})"
         if size in (1, lead[-1]):
             return f": pass its .expand({sizes})"
-        is_packed = max(lead) == math.prod(lead) >= 2 * size
+        is_packed = _may_be_packed(size, lead)
         return ": one per packed sequence? Pass its .repeat_interleave(lengths)" * is_packed
+
+
+def _may_be_packed(size: int, lead) -> bool:
+    """Return True where so many values may be those of sequences that are packed into one row."""
+    return max(lead) == math.prod(lead) >= 2 * size
 
 
 def check_alike(name: str, symbol: str, device, sizes: Sizes):

@@ -39,8 +39,10 @@ def _kind(value) -> str:
 
 def made_of_value(kind: type, value) -> str:
     """Return what to write for a tensor, a string, a number, a part or a list of parts in the place
-    of an object of this class, "" where the class does not say it; and for a dict of its
-    arguments."""
+    of an object of this class, "" where the class does not say it; and for a dict of its arguments,
+    or another library's dtype."""
+    if kind is torch.dtype:
+        return _dtype_of_torch(value)
     if isinstance(value, torch.Tensor):
         return getattr(kind, "of_tensor", "")
     if isinstance(value, str):
@@ -60,6 +62,22 @@ def as_a_list(value) -> str:
     """Return what to pass in the place of an iterator, or of a view of a dict, where a list is
     expected; "" for anything else."""
     return ": pass list(..) of it" if isinstance(value, (Iterator, MappingView)) else ""
+
+
+def array_hint(value) -> str:
+    """Return what to pass in the place of an array of NumPy, "" for anything else."""
+    is_array = hasattr(type(value), "__array_interface__") and getattr(value, "ndim", 0) > 0
+    return ": pass torch.from_numpy(..)" * is_array
+
+
+def _dtype_of_torch(value) -> str:
+    """Return what to write for a dtype of NumPy, or the name of a dtype, "" for anything else."""
+    name = value if isinstance(value, str) else getattr(value, "__name__", None)
+    name = str(name or getattr(value, "name", "")).removeprefix("torch.")
+    dtype = getattr(torch, name, None)
+    # torch.float is another name, and another dtype than NumPy's
+    is_same = isinstance(dtype, torch.dtype) and str(dtype) == f"torch.{name}"
+    return f": write torch.{name}" * is_same
 
 
 def two_copies(value, kind: type) -> str:

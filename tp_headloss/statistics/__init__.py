@@ -69,6 +69,13 @@ def known_statistics() -> tuple[str, ...]:
     return tuple(name for family in FAMILIES for name in family.statistics)
 
 
+def names_with_beta(want: tuple[str, ...]) -> list[str]:
+    """The names among `want` that may read a teacher's beta: Jensen-Shannon divergences, and those
+    of a family that was registered."""
+    others = [name for family in BUILT_IN for name in family.statistics if "jsd" not in name]
+    return [name for name in want if name not in others]
+
+
 def names_stated(attribute: str) -> frozenset[str]:
     """The names that families state by an attribute, "wide_gradients" say."""
     return frozenset(name for family in FAMILIES for name in getattr(family, attribute))

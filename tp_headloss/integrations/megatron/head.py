@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -24,7 +24,7 @@ from .layer import (
     linear_options,
     logits_transform,
     refuse_options,
-    refuse_other_loss,
+    refuse_others,
 )
 
 # if ignore_index is None, every label outside of the vocabulary becomes this ignored label
@@ -79,7 +79,7 @@ class MegatronHead(Observed):
             depths and main head: for the main head's, take ``seen[D::D + 1]`` of a list `seen`, and
             ``seen[d - 1::D + 1]`` for those of depth d.
 
-    Arguments are looked at when a head is made; for others make another one.
+    Arguments that are set later are an AttributeError: make another head.
 
     Attributes:
         last: `HeadLossOutput` of the last call (with depths: of the main head), without graph and
@@ -89,6 +89,7 @@ class MegatronHead(Observed):
     """
 
     shard: VocabShard | None = None
+    lines: ClassVar[dict[str, Any]]  # of the arguments, by `checked`
 
     def __init__(
         self,
@@ -136,6 +137,15 @@ class MegatronHead(Observed):
         parts["metrics"] = (*self.head_loss.metrics, Metric(_no_metrics, want=("argmax",)))
         self.counted_depth_loss = HeadLoss(depth_terms, reduction="none", **parts)
         self.observe = observe
+
+    def __setattr__(self, name, value):
+        # one that is set later would act in part, or not at all
+        if "observe" in vars(self) and name in type(self).lines:
+            raise AttributeError(
+                f"a MegatronHead is not changed after it was made, got a new {name!r}: make another "
+                "one with it, and install that"
+            )
+        super().__setattr__(name, value)
 
     def _expect_no_inputs(self):
         """Raise ValueError for terms and metrics that need more than Megatron's call hands on."""
@@ -240,8 +250,9 @@ class MegatronHead(Observed):
                 "that has mtp_num_layers"
             )
         self.refuse_unused(config, fused=True)
+        refuse_others("_scale_logits", scale_logits)
         if (loss := rest.get("compute_language_model_loss")) is not None:  # of newer versions
-            refuse_other_loss(loss)
+            refuse_others("compute_language_model_loss", loss)
 
         def forward(hidden, weight=None, runtime_gather_output=None):
             return self.losses_from_hidden(
@@ -265,6 +276,7 @@ class MegatronHead(Observed):
             labels, loss_mask: [b, s] replicated. The mask is used in one sweep only.
             config: the model's TransformerConfig.
         """
+        refuse_options(config, layer)
         _expect_labels(labels, hidden, layer)
         if loss_mask is not None:
             TOKEN_WEIGHT.check("loss_mask", loss_mask, sizes_of("labels", labels, labels.shape))
@@ -296,6 +308,7 @@ class MegatronHead(Observed):
             counted: False: the likeliest ids are not looked for, and None is returned in the second
                 place.
         """
+        refuse_options(config, layer)
         _expect_labels(labels, hidden, layer)
         weight, labels, given = self._linear_arguments(weight, layer, labels, config, "recompute")
         if main_hidden is not None:
@@ -309,7 +322,6 @@ class MegatronHead(Observed):
     def _linear_arguments(self, weight, layer, labels, config, mode: Mode):
         """Weight, labels [s, b] and keyword arguments of `HeadLoss.linear` for an output layer."""
         weight = layer.weight if weight is None else weight
-        refuse_options(config, layer)
         self.shard = shard = layer_shard(layer.tp_group, weight.shape[0], self.vocab_size)
         bias, linear = (
             None if layer.skip_bias_add else layer.bias,

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 import torch
+import torch.distributed as dist
 from torch.nn import functional as F
 
 from ...arguments.options import Options
@@ -21,8 +22,8 @@ from .. import require
 from ..hooks import is_from
 from ..replacement import Counted, evaluating, expect_close, replaced
 from .head import MegatronHead, megatron_head
-from .layer import LOSSES_OF, layer_shard, refuse_ignored, refuse_options
-from .postprocess import postprocess
+from .layer import LOSSES_OF, layer_shard, refuse_ignored, refuse_options, refuse_other_methods
+from .postprocess import MegatronHeadMixin, postprocess
 
 # heads that differ between ranks would make them wait for each other, or lose the loss silently
 ALIKE = Options(validate="full")
@@ -37,13 +38,17 @@ class Installed(Counted):
     computed no loss in it, or were removed before it.
 
     Attributes:
-        head: the `MegatronHead`.
         calls: number of losses that the head has computed.
     """
 
     def __init__(self, model, head: MegatronHead, *names: str):
         super().__init__(vars(model), *names)
-        self.model, self.head, self.calls = model, head, 0
+        self.model, self._head, self.calls = model, head, 0
+
+    @property
+    def head(self) -> MegatronHead:
+        """The installed head. For another one, `remove` this, and call `install` again."""
+        return self._head
 
     @property
     def last(self):
@@ -77,7 +82,8 @@ def install(
     After an error the model is as it was before. A fused head makes no logits: hooks of the output
     layer (a softcap, a scale), those that torch runs for all modules
     (register_module_forward_hook), a forward put into the layer and another
-    compute_language_model_loss are a ValueError, here and in later calls with labels. Hooks of
+    compute_language_model_loss or _scale_logits are a ValueError, here and in later calls with
+    labels. Hooks of
     Megatron, Transformer Engine, torch.distributed and torch.utils, which gather parameters or
     count, may be there. With fused=False the layer and its hooks run as ever.
 
@@ -85,7 +91,8 @@ def install(
         model: GPTModel or HybridModel, or with fused=False any LanguageModule; wrappers such as DDP
             are seen through.
         head: `MegatronHead`, or a `HeadLoss` of reduction "none", or "mean", which Megatron then
-            computes itself: over tokens, also of a term with class weights.
+            computes itself: over tokens, also of a term with class weights. Of a HeadLoss one is
+            made here, so that what changes in it later has no effect.
         fused: True: from hidden states, without logits. False: from this rank's logits.
 
     Raises:
@@ -99,15 +106,17 @@ def install(
         RuntimeError: the check failed, or the model's own losses are not finite.
     """
     require("megatron-core")
-    model, owner = _checked_model(model, fused)
-    # gets hidden states and labels
-    entry = "_postprocess" if hasattr(owner, "_postprocess") else "forward"
-    with Agreement(ALIKE, _rows_of_this_rank(model)) as agreement:
+    with Agreement(ALIKE, _part_of(_group_of_any(model))) as agreement:
+        model, owner = _checked_model(model, fused)
+        # gets hidden states and labels
+        entry = "_postprocess" if hasattr(owner, "_postprocess") else "forward"
         _refuse_layer(model, fused)
         used = megatron_head("head", head)
         assert used is not None
         used.refuse_unused(model.config, fused)
         _refuse_replaced(model, fused and (entry, owner))
+        if fused:
+            refuse_other_methods(model)
         shard = layer_shard(_group(model), _weight(model).shape[0], used.vocab_size)
         dtype = _weight(model).dtype
         agreement.record("install", shard, fused=fused, weight_dtype=dtype, **used.facts())
@@ -127,20 +136,22 @@ def install(
     functions |= {entry: fused_entry} if fused else {}
     stock_losses = _check_call(model, used, fused)
     installed, calls_before = Installed(model, used, *functions), used.calls
-    observe, linear = used.observe, used.linear
+    # any number of tokens, which nobody observes
+    checks = {"observe": None, "linear": replace(used.linear, max_valid_tokens=None)}
     try:
-        # bound methods, so that a copy of the model calls them with itself
-        installed.install(
-            {name: types.MethodType(function, model) for name, function in functions.items()}
-        )
-        # any number of tokens, which nobody observes
-        used.observe, used.linear = None, replace(linear, max_valid_tokens=None)
-        _compare(_check_call(model, used, fused), stock_losses, used, calls_before)
+        # a term or metric that fails on one rank alone
+        with Agreement(ALIKE, shard) as agreement, replaced(used, **checks):
+            agreement.record("the check call of install", shard)
+            # bound methods, so that a copy of the model calls them with itself
+            installed.install(
+                {name: types.MethodType(function, model) for name, function in functions.items()}
+            )
+            _compare(_check_call(model, used, fused), stock_losses, used, calls_before)
     except BaseException:
         installed.undo()
         raise
     finally:
-        used.observe, used.linear, used.last, used.calls = observe, linear, None, calls_before
+        used.last, used.calls = None, calls_before
     installed.calls = 0
     return installed
 
@@ -179,10 +190,22 @@ def _group(model):
     return getattr(model.output_layer, "tp_group", None)
 
 
-def _rows_of_this_rank(model) -> VocabShard | None:
-    """Return the shard of all rows of a model's output layer, None if the layer knows no group."""
-    group = _group(model)
-    return None if group is None else layer_shard(group, _weight(model).shape[0], None)
+def _group_of_any(model):
+    """Return the tensor-parallel group of whatever was given as a model, None where it has none:
+    that of its output layer, or else that of all of Megatron, which ranks with a model have."""
+    from megatron.core import parallel_state
+
+    while not hasattr(model, "output_layer") and hasattr(model, "module"):
+        model = model.module
+    group = getattr(getattr(model, "output_layer", None), "tp_group", None)
+    if not isinstance(group, dist.ProcessGroup):
+        group = parallel_state.get_tensor_model_parallel_group(check_initialized=False)
+    return group
+
+
+def _part_of(group) -> VocabShard | None:
+    """Return a shard of one id on each rank of a group, to compare what ranks have."""
+    return None if group is None else layer_shard(group, 1, None)
 
 
 def _weight(model) -> torch.Tensor:
@@ -224,6 +247,12 @@ def _refuse_layer(model, fused: bool):
         return
     refuse_options(model.config, layer)
     refuse_ignored(layer)
+    rows, size, ranks = _weight(model).shape[0], layer.output_size, layer.tp_group.size()
+    if rows * ranks != size:
+        raise ValueError(
+            f"the output layer's group must have the ranks that share its {size} rows, of which "
+            f"this one has {rows}, got a group of {ranks}"
+        )
     of_layer, of_config = layer.sequence_parallel, model.config.sequence_parallel
     if layer.tp_group.size() > 1 and of_layer != of_config:
         raise ValueError(
@@ -251,16 +280,18 @@ def _refuse_replaced(model, entry):
     methods = [("compute_language_model_loss", functions.LanguageModule)] + (
         [entry] if entry else []
     )
+    if isinstance(model, MegatronHeadMixin):
+        raise ValueError(
+            f"{type(model).__name__} has MegatronHeadMixin, which needs no install: set "
+            "model.megatron_head = head"
+        )
     for name, owner in methods:
         own = getattr(owner, name)
-        if (
-            name in model.__dict__
-            or getattr(type(model), name) is not own
-            or not is_from(own, *LOSSES_OF)
-        ):
+        is_own = getattr(type(model), name) is own
+        if name in model.__dict__ or not is_own or not is_from(own, *LOSSES_OF):
             raise ValueError(
                 f"{type(model).__name__}.{name} is replaced already: one at a time; remove that "
-                "one, or, for a subclass of yours, use MegatronHeadMixin"
+                f"one{_for_subclasses(name)}"
             )
     names = ("fused_vocab_parallel_cross_entropy", "te_parallel_cross_entropy")
     losses = {name: getattr(functions, name, None) for name in names}
@@ -270,6 +301,13 @@ def _refuse_replaced(model, entry):
             raise ValueError(
                 f"{function.__module__} has replaced Megatron's {name}: remove that first"
             )
+
+
+def _for_subclasses(name: str) -> str:
+    """Return what to do about a method of this name that a subclass of a model has."""
+    if name == "compute_language_model_loss":
+        return ", and write what a subclass of yours computes as terms= of the head"
+    return ", or, for a subclass of yours, use MegatronHeadMixin"
 
 
 def _check_call(model, head, fused) -> torch.Tensor:

@@ -23,6 +23,8 @@ REFUSED_OPTIONS = {
 }
 # whose hooks gather parameters, or only watch the modules: they may be at an output layer
 HOOKS_OF = ("megatron", "megatron_fsdp", "transformer_engine", "torch.distributed", "torch.utils")
+# methods of a model that make or take logits, of which a fused head has none
+NOT_CALLED = ("compute_language_model_loss", "_scale_logits")
 # whose functions are Megatron's own loss
 LOSSES_OF = ("megatron", "transformer_engine", "torch")
 
@@ -72,7 +74,7 @@ def refuse_options(config, layer):
     for name, reason in REFUSED_OPTIONS.items():
         if getattr(config, name, False):
             raise ValueError(f"{name}=True is not supported: {reason}")
-    if type(layer).forward is not ColumnParallelLinear.forward:
+    if getattr(type(layer), "forward", None) is not ColumnParallelLinear.forward:
         raise TypeError(
             "the output layer must be Megatron's ColumnParallelLinear without a forward of its "
             f"own, got {type(layer).__name__}: use fused=False, which calls it"
@@ -106,14 +108,22 @@ def refuse_ignored(layer):
         )
 
 
-def refuse_other_loss(*losses):
-    """Raise ValueError unless a model's compute_language_model_loss, and that of its class, are
-    Megatron's or a head's: a fused head does not call them."""
-    others = [loss for loss in losses if not is_from(loss, *LOSSES_OF, __package__)]
+def refuse_other_methods(model):
+    """Raise ValueError unless the methods of a model that a fused head takes the place of are
+    Megatron's, or a head's, in the model itself and in each of its classes."""
+    places = [vars(model), *map(vars, type(model).__mro__)]
+    for name in NOT_CALLED:
+        refuse_others(name, *[place[name] for place in places if name in place])
+
+
+def refuse_others(name: str, *methods):
+    """Raise ValueError unless methods of this name are Megatron's or a head's."""
+    others = [method for method in methods if not is_from(method, *LOSSES_OF, __package__)]
     if others:
         raise ValueError(
-            "a fused head takes the place of compute_language_model_loss and would ignore another "
-            f"one, got {names_of(others)}: put Megatron's own back, or remove the head"
+            f"a fused head takes the place of {name} and would ignore another one, got "
+            f"{names_of(others)}: put Megatron's own back, or use install(model, head, "
+            "fused=False), which computes from the model's logits"
         )
 
 

@@ -12,7 +12,7 @@ import torch
 
 from ..replacement import replaced
 from .head import MegatronHead, megatron_head
-from .layer import computing_instead, refuse_other_loss
+from .layer import computing_instead, refuse_other_methods
 from .soft_targets import main_states_of
 
 if TYPE_CHECKING:
@@ -35,7 +35,8 @@ class MegatronHeadMixin(GPTModel):
     classes without this mixin. No check call follows, and ranks do not compare their heads.
 
     A call with labels raises ValueError for hooks or a forward of the output layer, and for another
-    compute_language_model_loss, all of which the fused head would ignore.
+    compute_language_model_loss or _scale_logits, of the model or any of its classes, all of which
+    the fused head would ignore.
 
     Raises:
         TypeError: of the class statement, if the mixin stands behind GPTModel, whose methods would
@@ -108,7 +109,7 @@ def postprocess(model, head: MegatronHead | None, original, *, labels=None, **re
     infers = rest.get("inference_context") is not None and not model.training
     if head is None or labels is None or infers or not model.post_process:
         return original(**rest)
-    refuse_other_loss(model.compute_language_model_loss, type(model).compute_language_model_loss)
+    refuse_other_methods(model)
     has_hook = "output_processor" in inspect.signature(original).parameters
     if has_hook and rest.get("output_processor") is not None:
         raise ValueError(
