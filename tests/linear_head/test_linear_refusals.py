@@ -61,7 +61,7 @@ BAD = {  # others are in tests/helpers/odd_inputs.py
         want=FULL_TEACHER,
         linear=hl.Linear(max_valid_tokens=3),
     ),
-    r"weight must have shape \[200, 24\] of the shard and hidden states, got": lambda h, w, y: (
+    r"weight must have shape \[width, 24\] of hidden states, got \[200, 5\]": lambda h, w, y: (
         hl.linear_vocab_statistics(h, w[:, :5], y)
     ),
     "bias must have shape": lambda h, w, y: hl.linear_vocab_statistics(h, w, y, bias=w[:5, 0]),

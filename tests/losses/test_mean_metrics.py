@@ -445,6 +445,30 @@ def test_means_are_not_added_up():
             add()
 
 
+def test_means_in_a_plain_dict_are_not_added_up():
+    out = hl.HeadLoss()(torch.zeros(2, 4), torch.tensor([0, 3]))
+    means = dict(out.means())
+    for add in (lambda: hl.combine_metrics([means, means]), lambda: hl.reduce_metrics(means, None)):
+        with pytest.raises(ValueError, match="got 'loss' beside 'loss/cross_entropy', which are"):
+            add()
+    # sums of one's own
+    terms = {f"loss/{name}": x for name, x in out.terms.items()}
+    for sums in (terms, {"loss": out.loss * out.count}, dict(out.terms), out.terms, out.metrics):
+        assert list(hl.combine_metrics([sums, sums])) == list(sums)
+        assert list(hl.reduce_metrics(sums, None)) == list(sums)
+
+
+def test_means_are_no_number():
+    means = hl.HeadLoss()(torch.zeros(2, 4), torch.tensor([0, 3])).means()
+    said = r"got means by name, \['loss', 'loss/cross_entropy'\]: take one, such as \['loss'\]"
+    for use in (lambda: float(means), lambda: f"{means:.3f}"):
+        with pytest.raises(TypeError, match=said):
+            use()
+    assert f"{means}" == repr(means) and float(means["loss"]) > 1
+    with pytest.raises(TypeError, match="got metrics by name"):
+        float(hl.HeadLoss()(torch.zeros(2, 4), torch.tensor([0, 3])).metrics)
+
+
 # what an output lacks, and what its error says
 MISSING = {
     "a metric of policies": (

@@ -652,7 +652,7 @@ MESSAGES = {
     ),
     "hidden states of another width": (
         lambda: MADE.linear(LOGITS, torch.ones(7, 9), LABELS),
-        "weight must have shape [7, 11] of the shard and hidden states, got [7, 9]: or pass hidden "
+        "weight must have shape [width, 11] of hidden states, got [7, 9]: or pass hidden "
         "states [.., 9]",
     ),
     "a tied weight without padding": (

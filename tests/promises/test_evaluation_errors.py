@@ -6,20 +6,26 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tp_headloss import (
     BitsPerByte,
+    CausalLMLoss,
     CrossEntropy,
     HeadLoss,
     Metric,
     SamplingRule,
+    Sequences,
     Teacher,
     Term,
     TopKAccuracy,
     Transform,
+    combine_metrics,
     kept_ids,
     linear_vocab_statistics,
     log_probs,
+    mean_metrics,
+    sample,
     topk_log_probs,
     vocab_statistics,
 )
@@ -30,6 +36,11 @@ HIDDEN, WEIGHT = torch.randn(2, 5, H), torch.randn(V, H)
 OUTPUT = SimpleNamespace(logits=LOGITS, hidden_states=(HIDDEN,))
 LAST = ": pass its .hidden_states[-1], of a call with output_hidden_states=True"
 TRANSPOSED = ": transposed? Pass its .t(), or pass hidden states [.., 11]"
+OF_FUSED_HEAD = (
+    "got NoneType: a model with a fused head makes logits in eval() under torch.no_grad()"
+)
+OUT = HeadLoss(metrics="accuracy")(LOGITS, LABELS)
+POSITIONS = torch.arange(10).view(2, 5)
 OF_LABELS = "a number for each label, in its shape, such as table[labels.clamp(min=0)]"
 
 
@@ -119,6 +130,102 @@ MESSAGES = {
     "one number of bytes": (with_bytes(100), f"got int: {OF_LABELS}"),
     "a list of bytes": (with_bytes([1, 2]), f"got list: {OF_LABELS}"),
     "a tensor of one number of bytes": (with_bytes(torch.tensor(100)), f"got []: {OF_LABELS}"),
+    "a table of bytes": (with_bytes(torch.ones(V)), f"got [11]: {OF_LABELS}"),
+    "a transposed weight, whose rows are not known": (
+        lambda: HeadLoss().linear(HIDDEN, WEIGHT.t(), LABELS),
+        "weight must have shape [width, 4] of hidden states, got [4, 11]",
+    ),
+    "no logits": (lambda: log_probs(None, LABELS), OF_FUSED_HEAD),
+    "no logits of a loss": (lambda: HeadLoss()(None, LABELS), OF_FUSED_HEAD),
+    "no logits of unshifted labels": (lambda: CausalLMLoss()(None, LABELS), OF_FUSED_HEAD),
+    "no logits of samples": (
+        lambda: sample(None, seed=0, positions=POSITIONS),
+        OF_FUSED_HEAD,
+    ),
+    "no labels": (lambda: Sequences.from_mask(None), "mask must be a tensor, got NoneType$"),
+    "a bias by id": (
+        lambda: Transform(bias={5: 1.0}),
+        "got dict: write a tensor [width] of them, one number for each id",
+    ),
+    "class weights by id": (
+        lambda: CrossEntropy(class_weight={5: 2.0}),
+        "got dict: write a tensor [V] of them, one number for each id",
+    ),
+    "a list as bias": (
+        lambda: Transform(bias=[1.0, 2.0]),
+        "got list: write a tensor [width] of them, one number for each id",
+    ),
+    "a temperature as bias": (lambda: Transform(0.7), "a temperature is temperature="),
+    "a number as transform": (
+        lambda: log_probs(LOGITS, LABELS, transform=0.7),
+        "transform must be a Transform, got float: write Transform(temperature=0.7)",
+    ),
+    "a whole number as transform": (
+        lambda: HeadLoss()(LOGITS, LABELS, transform=2),
+        "got int: write Transform(temperature=2)",
+    ),
+    "a k as rule": (
+        lambda: kept_ids(LOGITS, 50),
+        "rule must be a SamplingRule, got int: write SamplingRule(top_k=50)",
+    ),
+    "a share as rule": (
+        lambda: sample(LOGITS, 0.9, seed=0, positions=POSITIONS),
+        "got float: write SamplingRule(top_p=0.9), or min_p=0.9",
+    ),
+    "several samples": (
+        lambda: sample(LOGITS, seed=0, positions=POSITIONS, num_samples=4),
+        "'num_samples': write logits[None].expand(num_samples, *logits.shape), with positions of",
+    ),
+    "a generator of samples": (
+        lambda: sample(LOGITS, generator=torch.Generator(), positions=POSITIONS),
+        "'generator': write seed=, an int, and positions=",
+    ),
+    "a metric as a term": (
+        lambda: HeadLoss("perplexity"),
+        "terms must be Terms, got 'perplexity': a metric, write HeadLoss(metrics='perplexity')",
+    ),
+    "a metric that is made as a term": (
+        lambda: HeadLoss([CrossEntropy(), "top5_accuracy"]),
+        "'top5_accuracy': a metric, write HeadLoss(metrics=TopKAccuracy(5))",
+    ),
+    "a host's name of a metric as a term": (
+        lambda: HeadLoss("ppl"),
+        "'ppl': as a metric (metrics=..) write \"perplexity\"",
+    ),
+    "a loss by name": (lambda: HeadLoss("nll"), "got 'nll': write CrossEntropy()"),
+    "a divergence by name": (lambda: HeadLoss("kl_div"), ': write Distillation(1.0, "forward_kl")'),
+    "metrics of a generator": (
+        lambda: HeadLoss(metrics=(TopKAccuracy(k) for k in (1, 5))),
+        "metrics must be names or Metrics, got <genexpr>: pass list(..) of it",
+    ),
+    "metrics of a dict": (
+        lambda: HeadLoss(metrics={"a": "accuracy"}.values()),
+        "got dict_values: pass list(..) of it",
+    ),
+    "outputs of a generator": (
+        lambda: mean_metrics(out for out in [OUT]),
+        "each `HeadLossOutput`, got generator: pass list(..) of it",
+    ),
+    "sums of a generator": (
+        lambda: combine_metrics(out.metrics for out in [OUT]),
+        "must be a tuple or list, got generator: pass list(..) of it",
+    ),
+    "statistics of a generator": (
+        lambda: Metric(lambda stats: {"rank": stats.rank}, want=(x for x in ["rank"])),
+        "want must be a tuple of names, got generator: pass list(..) of it",
+    ),
+    "a generator where no list is taken": (
+        lambda: Transform(temperature=(x for x in [0.7])),
+        "got generator$",
+    ),
+    "sums as outputs": (
+        lambda: mean_metrics([OUT.metrics]),
+        "got [MetricSums], sums by name: mean_metrics takes the outputs themselves",
+    ),
+    "sums of one output": (
+        lambda: mean_metrics(HeadLoss()(LOGITS, LABELS).metrics),
+        "got MetricSums, sums by name: mean_metrics takes the outputs themselves",
+    ),
     "accuracy of another k": (lambda: HeadLoss(metrics="accuracy@7"), ": write TopKAccuracy(7)"),
     "top ten": (lambda: HeadLoss(metrics="Top10_accuracy"), ": write TopKAccuracy(10)"),
     "top one": (lambda: HeadLoss(metrics="acc@1"), ': write "accuracy"'),
@@ -149,7 +256,8 @@ MESSAGES = {
 @pytest.mark.parametrize("name", MESSAGES)
 def test_a_message_says_what_to_write(name):
     call, words = MESSAGES[name]
-    with pytest.raises((TypeError, ValueError), match=re.escape(words)):
+    pattern = re.escape(words.removesuffix("$")) + "$" * words.endswith("$")
+    with pytest.raises((TypeError, ValueError), match=pattern):
         call()
 
 
@@ -174,6 +282,28 @@ def test_what_is_advised_is_right():
     ranks = 1 + (LOGITS[..., :1] < LOGITS).sum(-1)[mask > 0]
     found = HeadLoss(metrics=inverse)(LOGITS, labels).means()["mrr"]
     torch.testing.assert_close(found, (1 / ranks.double()).mean(), rtol=1e-6, atol=0)
+
+
+def test_what_is_advised_for_samples_is_right():
+    """Several samples of one token are independent, and one is what a call alone draws."""
+    positions = torch.arange(4 * 10).view(4, 2, 5)
+    several = sample(LOGITS[None].expand(4, *LOGITS.shape), seed=3, positions=positions)
+    assert several.ids.shape == (4, 2, 5)
+    alone = sample(LOGITS, seed=3, positions=positions[2])
+    assert torch.equal(several.ids[2], alone.ids)
+    assert not torch.equal(several.ids[0], several.ids[1])
+
+
+def test_bytes_are_moved_as_their_labels_are():
+    """By `CausalLMLoss` itself, and by hand where labels are moved by hand."""
+    labels, table = torch.randint(V, (2, 5)), torch.randint(1, 9, (V,))
+    head = HeadLoss(metrics=BitsPerByte())
+    num_bytes = table[labels]
+    ours = CausalLMLoss(head)(LOGITS, labels, inputs={"num_bytes": num_bytes}).means()
+    moved = F.pad(labels[:, 1:], (0, 1), value=-100)
+    by_hand = {"num_bytes": F.pad(num_bytes[:, 1:], (0, 1))}
+    theirs = head(LOGITS, moved, inputs=by_hand).means()
+    assert torch.equal(ours["bits_per_byte"], theirs["bits_per_byte"])
 
 
 def test_a_broken_row_is_wrong_for_every_metric_as_the_pages_say():

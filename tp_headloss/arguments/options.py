@@ -35,6 +35,7 @@ class Transform:
         tensor([3.8770])
     """
 
+    of_int = of_float = ": write Transform(temperature={})"  # in its place
     bias: Bias | None = None
     scale: Annotated[float, NumberLine(-1 / TINY, 1 / TINY, "other than 0 and finite in fp32")] = (
         1.0

@@ -48,6 +48,9 @@ class SamplingRule:
     """
 
     remedy = ": pass kept_ids(logits, rule, ..)"  # in the place of sets
+    # in its place
+    of_int = ": write SamplingRule(top_k={})"
+    of_float = ": write SamplingRule(top_p={0}), or min_p={0}"
     top_k: Annotated[int, IntLine(1, hint=": None is for all ids")] | Ids | None = None
     top_p: Annotated[float, NumberLine(LEAST, 1, "in (0, 1]")] | Floating | None = None
     min_p: Share | Floating | None = None

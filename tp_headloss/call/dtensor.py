@@ -14,7 +14,7 @@ import torch
 
 from ..arguments.id_sets import replaced
 from ..ranks.shard import VocabShard
-from ..spec import BIAS, HIDDEN, TENSOR, WEIGHT, Sizes
+from ..spec import BIAS, COLUMNS, HIDDEN, TENSOR, WEIGHT, Sizes
 from ..spec.checks import expect_dense, refuse_transforms
 from ..spec.words import two_copies
 from ..statistics import MaybeNone
@@ -62,7 +62,7 @@ def local_logits(logits: torch.Tensor, shard: VocabShard | None) -> tuple[torch.
         shard: None takes it from the DTensor, or means the whole vocabulary for a plain tensor.
     """
     if not isinstance(logits, torch.Tensor):
-        TENSOR.check("logits", logits, {})  # which says what to pass
+        COLUMNS.check("logits", logits, {})  # which says what to pass
     expect_dense("logits", logits)
     refuse_transforms()
     logits = plain("logits", logits)
@@ -96,13 +96,16 @@ def local_head(
     weight = plain("weight", weight)
     bias = plain("bias", bias) if isinstance(bias, torch.Tensor) else bias
     hidden = plain("hidden states", hidden) if isinstance(hidden, torch.Tensor) else hidden
+    is_stated = shard is not None
     if any(map(is_dtensor, (hidden, weight, bias))):
+        is_stated = True
         hidden, weight, bias, shard = _local_dtensors(hidden, weight, bias, shard, hidden_grad)
     else:
         shard = resolve_shard(weight.t(), shard)
     other_size = weight.shape[1] if weight.dim() == 2 else None
     shard.expect_width("weight", weight.shape[0], "rows", other_size)
-    sizes: Sizes = {"width": (shard.width, "the shard")}
+    # without a shard the weight says itself how many rows there are
+    sizes: Sizes = {"width": (shard.width, "the shard")} if is_stated else {}
     if hidden is not None:
         HIDDEN.check("hidden states", hidden, sizes)
     WEIGHT.check("weight", weight, sizes)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ..spec import TENSOR, UNSHIFTED, called_as, checked
+from ..spec import COLUMNS, UNSHIFTED, called_as, checked
 from .checks import expect_labels
 from .loss import HeadLoss
 from .output import HeadLossOutput
@@ -66,7 +66,7 @@ class CausalLMLoss(nn.Module):
                 ``token_weight[..., 1:]`` over them). The count of all labels makes the loss too
                 small, by about 1 / S, silently: a larger count is also that of a larger batch.
         """
-        TENSOR.check("logits", logits, {})
+        COLUMNS.check("logits", logits, {})
         expect_labels(labels, logits, token_weight)
         UNSHIFTED.check("labels", labels, {})
         if isinstance(inputs := kwargs.get("inputs"), Mapping):

@@ -16,7 +16,7 @@ from ..losses import policy_metrics
 from ..spec import EACH_TOKEN, LOG_PROBS, PER_TOKEN, Line, lines_within
 from ..spec.aliases import hint
 from ..spec.checks import is_number
-from ..spec.words import two_copies
+from ..spec.words import as_a_list, two_copies
 from ..statistics import (
     AT_IDS,
     FULL_TEACHER,
@@ -27,7 +27,7 @@ from ..statistics import (
     names_stated,
 )
 from .evaluation import StatisticsFunction, names_read, warn_without_gradient
-from .named import advice_on_metric
+from .named import advice_on_metric, maker_of_metric
 from .terms import METRICS, CrossEntropy, Metric, Term, is_weighted_by_label
 
 PACKAGE = __name__.partition(".")[0]
@@ -338,8 +338,8 @@ def _expect_all(name: str, given, kinds) -> tuple:
     for part in given:
         if not isinstance(part, kinds):
             said = two_copies(part, Term if kinds is Term else Metric)
-            said = said or (hint(part, (), "term") if kinds is Term else "")
-            said = said or getattr(type(part), "remedy", "")
+            said = said or (_advice_on_term(part) if kinds is Term else "")
+            said = said or getattr(type(part), "remedy", "") or as_a_list(part)
             if isinstance(part, StatisticValue):
                 own = f"{part.statistic!r}"
                 said = f": wrap it, Term({own}, {part})" if kinds is Term else f": write {own}"
@@ -371,6 +371,16 @@ def _expect_all(name: str, given, kinds) -> tuple:
                 said = ": write a list, whose order is the same on all ranks"
             raise TypeError(f"{name} must be {expected}, got {_readable(part)}{said}")
     return given
+
+
+def _advice_on_term(part) -> str:
+    """Return what to write for the name of a term, or of a metric in the place of terms; "" if
+    nobody knows."""
+    if said := hint(part, (), "term"):
+        return said
+    if isinstance(part, str) and (made := maker_of_metric(part)):
+        return f": a metric, write HeadLoss(metrics={made})"
+    return advice_on_metric(part).replace(": write ", ": as a metric (metrics=..) write ", 1)
 
 
 def is_own(value) -> bool:

@@ -64,6 +64,16 @@ class Named(dict[str, torch.Tensor]):
 
     called = ""
 
+    def __float__(self):
+        first = next(iter(self), "name")
+        raise TypeError(
+            f"one number is expected, got {self.called}s by name, {list(self)}: take one, such as "
+            f"[{first!r}]"
+        )
+
+    def __format__(self, spec: str) -> str:
+        return format(float(self), spec) if spec else repr(self)
+
     def __missing__(self, name):
         raise KeyError(f"no {self.called} {name!r}, there are {list(self)}{self.advice(name)}")
 
@@ -72,7 +82,16 @@ class Named(dict[str, torch.Tensor]):
         return advice_on_metric(name) or ": others come with metrics= of the HeadLoss"
 
 
-class TermSums(Named):
+class Sums(Named):
+    """Sums by name."""
+
+    # in errors about misplaced ones
+    remedy = (
+        ", sums by name: mean_metrics takes the outputs themselves, combine_metrics a list of sums"
+    )
+
+
+class TermSums(Sums):
     """`HeadLossOutput.terms`."""
 
     called = "term"
@@ -84,13 +103,13 @@ class TermSums(Named):
         return ": a term has the name of its objective, or its name="
 
 
-class MetricSums(Named):
+class MetricSums(Sums):
     """`HeadLossOutput.metrics`."""
 
     called = "metric"
 
 
-class SequenceSums(Named):
+class SequenceSums(Sums):
     """`HeadLossOutput.sequence_metrics`."""
 
     called = "sequence metric"
@@ -106,6 +125,7 @@ class Means(Named):
     """Result of `mean_metrics`."""
 
     called = "mean"
+    are_means = True
     remedy = ", whose sum is none: pass out.metrics, or mean_metrics(outputs, group) instead"
 
 

@@ -205,8 +205,11 @@ def TopKAccuracy(k: Size = 5) -> Metric:
 def BitsPerByte() -> Metric:
     """Bits of the labels' log-probs per byte of text, as "bits_per_byte".
 
-    Input: "num_bytes", those of each label's text, in the labels' shape; with
-    ``Options(check=True)`` negative ones, and nothing but 0, are a ValueError. Bytes of a whole
+    Input: "num_bytes", those of each label's text, in the shape of the labels as they are scored;
+    with ``Options(check=True)`` negative ones, and nothing but 0, are a ValueError. `CausalLMLoss`,
+    which takes labels that are not shifted, takes their num_bytes and moves them, too. ``head_inputs``
+    of a model in transformers are not moved: they take
+    ``torch.nn.functional.pad(num_bytes[:, 1:], (0, 1))``, silently also others. Bytes of a whole
     document are no such input: divide its sum of log-probs. `mean_metrics` divides the sum of bits
     by that of the bytes, which is the metric "count/bits_per_byte"; where you divide sums by
     yourself (`reduce_metrics`, sequence_metrics), divide by that one, not by the count.

@@ -204,7 +204,9 @@ def combine_metrics(
     as `mean_metrics` does.
 
     Args:
-        parts: dicts with the same names in the same order.
+        parts: dicts of sums with the same names in the same order, such as ``out.metrics``. Means
+            are no sums: those of `mean_metrics` are a ValueError, and "loss" beside a name that
+            begins with "loss/", which a plain dict of them has.
 
     Examples:
         >>> first = {"loss": torch.tensor(1.0), "max_ratio": torch.tensor(2.0)}
@@ -222,8 +224,15 @@ def combine_metrics(
 
 
 def _stack(metrics):
-    if said := getattr(type(metrics), "remedy", ""):
-        raise ValueError(f"metrics must be sums by name, got means{said}")
+    if getattr(type(metrics), "are_means", False):
+        raise ValueError(f"metrics must be sums by name, got means{type(metrics).remedy}")
+    terms = [name for name in metrics if str(name).startswith("loss/")]
+    if "loss" in metrics and terms:  # of mean_metrics, in a plain dict
+        raise ValueError(
+            f"metrics must be sums by name, got 'loss' beside {terms[0]!r}, which are the names of "
+            "means, whose sum is none: pass out.metrics, or mean_metrics(outputs, group) instead; "
+            "sums of your own need other names"
+        )
     for name, value in metrics.items():
         TensorLine("real numbers or bool", ()).check(f"metric {name!r}", value, {})
     return torch.stack([value.detach().double() for value in metrics.values()])
@@ -288,7 +297,7 @@ def reduce_metrics(metrics: Metrics, group: Group) -> Metrics:
             ValueError.
 
     Raises:
-        TypeError, ValueError: anything but a dict of scalars, means of `mean_metrics`, other names
+        TypeError, ValueError: anything but a dict of scalars, means as in `combine_metrics`, other names
             on another rank, or a group whose ranks share a vocabulary. One that has such ranks
             among others is not noticed: it counts them P times.
 

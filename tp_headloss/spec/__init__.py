@@ -41,6 +41,7 @@ IDS = TensorLine("int64 or int32", None)
 SCALAR = TensorLine("real numbers", (), hint=": one number, of a mask its .sum()")
 TOKEN_WEIGHT = TensorLine("real numbers or bool")
 TENSOR = TensorLine("real numbers or bool", None)
+COLUMNS = TensorLine("real numbers or bool", None, sharded=-1)
 TOKENS = TensorLine("floating point")
 PER_TOKEN = TensorLine("real numbers", broadcasts=True)
 # which does not broadcast

@@ -70,6 +70,20 @@ OF_STATISTICS = (
         "log_probs",
         "vocab_statistics(.., {}=.., want=..), which log_probs is for log-prob and entropy",
     ),
+    Alias("nll, nll_loss, ce, loss", "torch, many", "term", "CrossEntropy()"),
+    Alias(
+        "kl_div, fkl, rkl, js, tv, tvd, total_variation",
+        "many",
+        "term",
+        'Distillation(1.0, "forward_kl"), or another divergence',
+    ),
+    Alias(
+        "num_samples, num_return_sequences, n",
+        "torch, Transformers, vLLM",
+        "sample",
+        "logits[None].expand({}, *logits.shape), with positions of their own",
+    ),
+    Alias("generator", "torch", "sample", "seed=, an int, and positions="),
     Alias(
         "metrics",
         "ours",

@@ -11,7 +11,15 @@ import torch
 from .aliases import hint
 from .checks import FP32_MAX, is_number
 from .tensor_line import Sizes, TensorLine, check_alike
-from .words import array_hint, made_of_value, shown, two_copies, type_name, with_article
+from .words import (
+    array_hint,
+    as_a_list,
+    made_of_value,
+    shown,
+    two_copies,
+    type_name,
+    with_article,
+)
 
 
 @dataclass(frozen=True)
@@ -84,7 +92,8 @@ class TupleOf:
         """Raise TypeError or ValueError unless the value is such a tuple."""
         if not isinstance(value, (tuple, list)) or len(value) != (self.count or len(value)):
             if self.count is None:
-                raise TypeError(f"{name} must be a tuple or list, got {type(value).__name__}")
+                said = type_name(value, as_a_list(value))
+                raise TypeError(f"{name} must be a tuple or list, got {said}")
             kind = _ORDERED if self.ordered else _PLURALS[type(self.line)]
             said = self._hint_of_one(value) if self.count == 2 and is_number(value) else ""
             raise TypeError(f"{name} must be {self.count} {kind}, got {shown(value)}{said}")
@@ -167,9 +176,10 @@ class Instance:
     """An object of a class.
 
     One that has `tokens_like` must be of the same tokens [..] as other arguments. A class may have
-    a `remedy`, for errors about misplaced objects of it, an `of_tensor` and an `of_text`, for a
-    tensor and a string in its place, and a `made_of`, classes of the parts that its constructor
-    takes, for parts in its place. An `of_tokens` is for one of as many tokens in another shape.
+    a `remedy`, for errors about misplaced objects of it, an `of_tensor`, an `of_text`, an `of_int`
+    and an `of_float`, for a tensor, a string and a number in its place, and a `made_of`, classes of
+    the parts that its constructor takes, for parts in its place. An `of_tokens` is for one of as
+    many tokens in another shape.
 
     Args:
         fields: those that must not be None, which the object's own `expect` looks at.
@@ -253,7 +263,7 @@ class Names:
     def check(self, name: str, value: Any, sizes: Sizes):
         """Raise TypeError for anything but a tuple of strings, ValueError for unknown ones."""
         if not isinstance(value, (tuple, list)) or not all(isinstance(x, str) for x in value):
-            said = f": write ({value!r},)" if isinstance(value, str) else ""
+            said = f": write ({value!r},)" if isinstance(value, str) else as_a_list(value)
             raise TypeError(f"{name} must be a tuple of names, got {shown(value)}{said}")
         if self.known is not None and (unknown := set(value) - set(self.known())):
             said = hint(min(unknown), self.known(), "want") or self.unheard
@@ -303,6 +313,8 @@ class AnyOf:
         said = said or self._of_another_copy(value) or (array_hint(value) if tensors else "")
         numbers = [line for line in self.lines if isinstance(line, NumberLine)]
         said = said or next(filter(None, [line.hint_of_other(value) for line in numbers]), "")
+        takes_several = any(isinstance(line, (TupleOf, Names)) for line in self.lines)
+        said = said or (as_a_list(value) if takes_several else "")
         raise TypeError(f"{name} must be {self.says}, got {shown(value, said)}")
 
     def _of_another_copy(self, value) -> str:

@@ -35,6 +35,9 @@ DTYPES: dict[str, Callable[[torch.dtype], bool]] = {
 COLUMN_PARTS = "weight", "logits"
 HIDDEN_PARTS = "last_hidden_state", "hidden_states[-1], of a call with output_hidden_states=True"
 TOKEN_PARTS = "weight", "log_prob", "logits"
+OF_FUSED_HEAD = (
+    ": a model with a fused head makes logits in eval() under torch.no_grad(), or without labels"
+)
 CASTS = {"int64 or int32": ".long()", "real numbers": ".float()"}
 # .bool() would make True of labels of -100, and of the -inf of a mask that is added to scores
 OF_A_MASK = ": of a mask of 0 and 1 pass mask != 0"
@@ -56,7 +59,8 @@ class TensorLine:
         hint: of the error for anything but a tensor, for numbers in the place of a mask or ids, and
             for several in the place of one.
         trained: of the error for a constant that requires a gradient.
-        per_token: of the error for a value per sequence, or one for all, which must not be expanded.
+        per_token: of the error for a value per sequence, one for all, or others [n], which must not
+            be expanded.
     """
 
     kind: str
@@ -114,6 +118,10 @@ class TensorLine:
                 return f": pass its .{part}"
         if self.sharded is not None and hasattr(x, "log_prob"):
             return ": its .log_prob is one number per token, not one per id of the vocabulary"
+        if x is None and self.sharded == -1:
+            return OF_FUSED_HEAD
+        if self.shape in (("width",), ("V",)) and isinstance(x, (dict, list, tuple)):
+            return f": write a tensor [{self.shape[0]}] of them, one number for each id"
         return self.hint
 
     def _dtype_hint(self, x) -> str:
@@ -258,7 +266,8 @@ class TensorLine:
         if tuple(x.shape[:-1]) == lead and self.hint:
             return self.hint
         said = self._fewer_hint(x, lead, sizes)
-        return self.per_token if said and self.per_token else said
+        is_fewer = said or x.dim() == 1  # as a table with a value for each id
+        return self.per_token if is_fewer and self.per_token else said
 
     def _fewer_hint(self, x, lead, sizes: str) -> str:
         """Return what to pass in the place of fewer values than tokens."""

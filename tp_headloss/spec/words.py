@@ -1,8 +1,12 @@
 """Words of errors for values of any type."""
 
+import numbers
+from collections.abc import Iterator, MappingView
+
 import torch
 
 from .aliases import KEYWORDS
+from .checks import is_number
 
 
 def shown(value, write: str = "") -> str:
@@ -16,7 +20,9 @@ def shown(value, write: str = "") -> str:
         names = ", ".join(_kind(x) for x in value)
         remedies = [write, *(getattr(type(x), "remedy", "") for x in value)]
         return f"[{names}]" + next(filter(None, remedies), "")
-    if isinstance(value, (type, dict)) or type(value).__module__ != "builtins":
+    # an iterator shows its address, which ranks do not share
+    is_named = isinstance(value, (type, dict, Iterator)) or type(value).__module__ != "builtins"
+    if is_named:
         return type_name(value, write)
     return repr(value) + write
 
@@ -32,21 +38,30 @@ def _kind(value) -> str:
 
 
 def made_of_value(kind: type, value) -> str:
-    """Return what to write for a tensor, a string, a part or a list of parts in the place of an
-    object of this class, "" where the class does not say it; and for a dict of its arguments, or
-    another library's dtype."""
+    """Return what to write for a tensor, a string, a number, a part or a list of parts in the place
+    of an object of this class, "" where the class does not say it; and for a dict of its arguments,
+    or another library's dtype."""
     if kind is torch.dtype:
         return _dtype_of_torch(value)
     if isinstance(value, torch.Tensor):
         return getattr(kind, "of_tensor", "")
     if isinstance(value, str):
         return getattr(kind, "of_text", "").format(value)
-    if isinstance(value, dict) and value.keys() <= {*KEYWORDS.get(kind.__qualname__, ())}:
+    if is_number(value):
+        is_int = isinstance(value, numbers.Integral)
+        return getattr(kind, "of_int" if is_int else "of_float", "").format(value)
+    if isinstance(value, dict) and value and value.keys() <= {*KEYWORDS.get(kind.__qualname__, ())}:
         return f": write {kind.__name__}({', '.join(f'{name}=..' for name in value)})"
     parts = value if isinstance(value, (list, tuple)) and value else [value]
     classes = getattr(kind, "made_of", ())
     is_made_of_it = all(isinstance(part, classes) for part in parts)
     return f": write {kind.__name__}([..])" if is_made_of_it else ""
+
+
+def as_a_list(value) -> str:
+    """Return what to pass in the place of an iterator, or of a view of a dict, where a list is
+    expected; "" for anything else."""
+    return ": pass list(..) of it" if isinstance(value, (Iterator, MappingView)) else ""
 
 
 def array_hint(value) -> str:
