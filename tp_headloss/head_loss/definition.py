@@ -15,7 +15,7 @@ from ..engine.reductions import StatisticValue, SumsPlan
 from ..losses import policy_metrics
 from ..spec import EACH_TOKEN, LOG_PROBS, PER_TOKEN, Line, lines_within
 from ..spec.aliases import hint
-from ..spec.checks import is_number
+from ..spec.checks import FP32_MAX, is_number
 from ..spec.words import two_copies
 from ..statistics import (
     AT_IDS,
@@ -358,10 +358,7 @@ def _expect_all(name: str, given, kinds) -> tuple:
                     else ": wrap it, Metric(function)"
                 )
             elif kinds is Term and is_number(part):
-                said = (
-                    f": write CrossEntropy(label_smoothing={part}) or ZLoss({part}), whose "
-                    "argument it may be"
-                )
+                said = _advice_on_number(part)
             elif isinstance(part, (tuple, list)):
                 said = ": a term has its weight itself, as CrossEntropy(0.5)" * (kinds is Term)
             elif isinstance(part, dict):
@@ -371,6 +368,15 @@ def _expect_all(name: str, given, kinds) -> tuple:
             said = said or two_copies(part, Term if kinds is Term else Metric)
             raise TypeError(f"{name} must be {expected}, got {_readable(part)}{said}")
     return given
+
+
+def _advice_on_number(number: float) -> str:
+    """Return the arguments that take a number which was given as a term, "" where none does."""
+    smooths, penalises = 0 <= number < 1, 0 <= number <= FP32_MAX
+    takes = [f"CrossEntropy(label_smoothing={number})"] * smooths
+    takes += [f"ZLoss({number})"] * penalises
+    takes += [f"ignore_index={number}"] * isinstance(number, int)
+    return f": write {' or '.join(takes)}, whose argument it may be" if takes else ""
 
 
 def is_own(value) -> bool:
