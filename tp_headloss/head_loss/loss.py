@@ -184,9 +184,10 @@ class HeadLoss(nn.Module):
                 the caller.
             denominator: a number or a scalar tensor that every term is divided by; with gradient
                 accumulation or data parallelism, the global count of tokens (or sequences); with
-                token or class weights the global sum of the weights (the count gives another scale,
-                silently). At least 0, and of a mean: an error with "sum" and "none". A tensor's
-                value is looked at with ``Options(check=True)`` alone.
+                token or class weights the global sum of the valid tokens' weights, with both of
+                their products (the count gives another scale, silently). At least 0, and of a mean:
+                an error with "sum" and "none". A tensor's value is looked at with
+                ``Options(check=True)`` alone.
             inputs: arguments of terms and metrics besides the statistics, by name, replicated, just
                 those of `input_names`; others are an error, except "sequences":
                 tensors, scalar or with as many dimensions as [..] that broadcast to it, in its own
