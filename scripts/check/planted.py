@@ -521,6 +521,7 @@ GROUPS = {
         ("head_loss/value_gradients.py", "value_gradients.gradients_for.gradients_of", "row if name not in grads else grads[name] + row", "row"),
     ],
     "test_module": [
+        ("modules/vocab_rows.py", "VocabRows.__setattr__", "name == 'shard'", "False"),
         ("linear_head/sweeps.py", "_Rows.__init__", "max(0, min(valid, weight.shape[0]))", "weight.shape[0]"),
         ("linear_head/sweeps.py", "_Rows.multiply", "add or self.rest is not None", "add"),
         ("modules/vocab_rows.py", "_own_rows", "rows not in whole and (is_dtensor(given) or rows != shard.width)", "False"),
@@ -749,6 +750,7 @@ GROUPS = {
         ("linear_head/sweeps.py", "statistics", "TRANSPORTS[request.facts.transport].default", 'TRANSPORTS["gather"].default'),
     ],
     "test_agreement": [
+        ("call/agreement.py", "Agreement.record", "autocast_dtype(hidden.device.type)", "None"),
         ("linear_head/valid_tokens.py", "check_range", "gather_from_ranks(torch.stack([valid, unknown]).to(torch.uint8), group)", "torch.stack([valid, unknown])[None]"),
         ("arguments/sequences.py", "Sequences.ids", "torch.where(self.counted, self._ids, -1)", "None"),
         ("call/agreement.py", "Agreement.record", "logits.requires_grad", "True"),
@@ -946,6 +948,9 @@ GROUPS = {
         ("modules/marks.py", "marked_group", "not is_live_group(known(), name)", "False"),
     ],
     "test_aliases": [
+        ("head_loss/definition.py", "_advice_on_number", "0 <= number < 1", "True"),
+        ("head_loss/definition.py", "_advice_on_number", "0 <= number <= FP32_MAX", "True"),
+        ("spec/calls.py", "refuse_keywords", "hint(keyword, left, 'keyword')", "hint(keyword, KEYWORDS[name], 'keyword')"),
         ("spec/words.py", "two_copies", "other.__name__ != kind.__name__", "True"),
         ("spec/words.py", "made_of_value", "value.keys() <= {*KEYWORDS.get(kind.__qualname__, ())}", "False"),
         ("call/given.py", "Given.local", "any(map(is_dtensor, (hidden, weight, self.labels)))", "True"),
@@ -1027,6 +1032,7 @@ GROUPS = {
         ("call/dtensor.py", "local_logits", "COLUMNS.check('logits', logits, {})", "pass"),
     ],
     "test_clip_grad_norm": [
+        ("modules/clipping.py", "clip_grad_norm_", "sum(p.requires_grad for p in distinct)", "0"),
         ("modules/vocab_rows.py", "VocabRows.mark_sharded", "('weight', 'bias')", "self._parameters"),
         ("modules/layers.py", "VocabParallelHead._transform_at", "self.begin_eager_call()", "None"),
         ("modules/clipping.py", "clip_grad_norm_", "found is None", "p.grad is not None"),
@@ -1164,6 +1170,7 @@ GROUPS = {
         ("head_loss/definition.py", "_expect_all", "(given,)", "tuple(given)"),
     ],
     "test_reduction": [
+        ("head_loss/named.py", "refused_attribute", "property(None, refuse, doc=f'Cannot be assigned: {argument} is of `CrossEntropy`.')", "None"),
         ("statistics/family_triton.py", "loss_of_row", "tl.where(weight == 0.0, 0.0, factor * weight)", "factor"),
         ("statistics/family_triton.py", "upstream", "2.0 * tl.load(grad[1] + token.row)", "2.0"),
         ("engine/reductions.py", "SumsPlan.from_functions", "-float(c) if f.negative else float(c)", "float(c)"),
@@ -1247,6 +1254,9 @@ GROUPS = {
         ("engine/later_ids.py", "_tensors", "(*reversed(type(family).__mro__), family)", "(family,)"),
     ],
     "test_check_of_terms": [
+        ("head_loss/values.py", "check_values", "_check_weights(definition.terms)", "pass"),
+        ("head_loss/values.py", "_check_weights", "term.weight.detach().float()", "term.weight.detach()"),
+        ("head_loss/remembered.py", "remember", "_checks_weights(call.definition)", "False"),
         ("head_loss/evaluation.py", "checked_evaluation", "function.tokenwise and value is not None", "False"),
         ("head_loss/tokenwise.py", "expect_tokenwise", "not _are_close(found[valid], expected[valid])", "False"),
         ("head_loss/tokenwise.py", "expect_tokenwise", "[*whole, shape.numel() // 2]", "whole"),

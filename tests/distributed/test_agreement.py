@@ -193,6 +193,16 @@ def clipped(bound):
     return prepare
 
 
+def under_autocast(method):
+    """A call whose GEMM has operands in bf16."""
+
+    def spoil(call):
+        autocast = torch.autocast(call.x.device.type, torch.bfloat16)
+        call.rewrite(**{method: autocast(getattr(call, method))})
+
+    return spoil
+
+
 def term_of(function):
     return lambda call: call.rewrite(terms=[hl.Term("mine", function)])
 
@@ -298,6 +308,11 @@ CASES = {
     "hidden states of other values": (
         "linear_head", lambda c: c.rewrite(options=hl.Options(validate="checksums")),
         lambda c: c.rewrite(hidden=c.hidden + 1e-6), "ValueError", "hidden"),
+    "autocast of a linear head": (
+        "linear_head", lambda c: c.rewrite(options=hl.Options(validate="checksums")), under_autocast("linear_head"),
+        "ValueError", "agree on autocast: rank 0 of the group has None, got torch.bfloat16"),
+    "autocast of a search": (
+        "topk_of_hidden", None, under_autocast("topk_of_hidden"), "ValueError", "agree on autocast: rank 0"),
     "another nucleus": (
         "topk", lambda c: c.keywords.update(top_p=0.5), lambda c: c.keywords.update(top_p=0.6), "ValueError", "top_p"),
     "another type of ids": (

@@ -198,6 +198,10 @@ DIFFERENCES = {
     "max_norm": ((2.0, 2.0, False), "max_norm equal on all ranks, got 1 on one and 2 on another"),
     "norm_type": ((1.0, "inf", False), "norm_type equal on all ranks, got 2 on one and inf on"),
     "error_if_nonfinite": ((1.0, 2.0, True), "error_if_nonfinite equal on all ranks, got 0 on one"),
+    "a frozen parameter": (
+        None,
+        "is frozen on all ranks or on none) equal on all ranks, got 4 on one and 5 on another",
+    ),
     "a backward": (None, "all ranks make each backward) equal on all ranks, got 0 on one and 5 on"),
 }
 
@@ -212,6 +216,8 @@ def different(group, device, make, how):
     error_if_nonfinite |= is_asked
     if last and how == "a backward":
         model.zero_grad()
+    if last and how == "a frozen parameter":
+        model.head.weight.requires_grad_(False).grad = None
     before = own_gradients(model)
     try:
         norm = clip_grad_norm_(

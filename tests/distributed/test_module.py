@@ -508,6 +508,22 @@ def test_bad_arguments_are_named():
     assert "ids [0, 2176) of 2051" in repr(hl.VocabParallelHead(H, shard))
 
 
+@pytest.mark.parametrize("value", [None, 5])
+@pytest.mark.parametrize("module", [hl.VocabParallelHead, hl.VocabParallelEmbedding])
+def test_a_shard_that_is_none_is_refused_where_it_is_assigned(module, value):
+    made = module(H, hl.VocabShard(0, PADDED, V))
+    with pytest.raises(TypeError, match="shard must be a VocabShard, got "):
+        made.shard = value
+    made.shard = hl.VocabShard(0, PADDED, V)
+
+
+def test_a_matrix_of_other_rows_is_refused_with_the_numbers_there_may_be():
+    head = hl.VocabParallelHead(2, hl.VocabShard.from_group(None, 11, padded_size=16))
+    words = "this rank's 16 rows or the whole vocabulary's 11 or 16, got 8\n"
+    with pytest.raises(RuntimeError, match=words):
+        head.load_state_dict({"weight": torch.zeros(8, 2)})
+
+
 def empty_shard(group, device):
     shard = hl.VocabShard.from_boundaries([0, 5, 5], 5, group)
     embedding = hl.VocabParallelEmbedding(H, shard, sequence_parallel=True, device=device)

@@ -150,3 +150,20 @@ def test_a_token_of_weight_0_within_a_sequence_may_be_nan():
     assert loss.isfinite()
     with pytest.raises(ValueError, match="term 'root' is NaN"):
         head(logits, labels, inputs=inputs)
+
+
+@pytest.mark.parametrize("is_linear", [True, False])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e39])
+def test_a_weight_that_a_schedule_made_no_number_is_named(value, is_linear):
+    weight = torch.tensor(0.5, dtype=torch.float64)
+    head = hl.HeadLoss([hl.CrossEntropy(), hl.ZLoss(weight)], options=CHECK)
+    hidden, matrix, labels = problem()
+    logits = (hidden @ matrix.t()).detach().requires_grad_()
+
+    def call_once():
+        return head.linear(hidden, matrix, labels) if is_linear else head(logits, labels)
+
+    assert call_once().loss.isfinite()  # calls of this kind are known from now on
+    weight.fill_(value)
+    with pytest.raises(ValueError, match="the weight of term 'z_loss' must be finite in fp32, got"):
+        call_once()

@@ -117,6 +117,16 @@ def test_sums_may_be_written_before_backward_and_terms_changed(options, device):
     assert out.loss.item() > 5 * small
 
 
+@pytest.mark.parametrize("name, argument", [("weight", "class_weight"), ("label_smoothing",) * 2])
+def test_an_attribute_of_torchs_loss_is_not_assigned_in_vain(name, argument):
+    head = hl.HeadLoss()
+    given = {"weight": torch.ones(V), "label_smoothing": 0.5}[name]
+    with pytest.raises(AttributeError, match=rf"head_loss.terms = \[CrossEntropy\({argument}=..\)"):
+        setattr(head, name, given)
+    assert not hasattr(head, name) and name not in head.state_dict()
+    head.terms = [hl.CrossEntropy(**{argument: given})]
+
+
 def test_arguments_that_are_replaced_are_checked_and_used_whole(options, device):
     x, labels, *_ = (t.to(device) for t in rows())
     weights = torch.rand(V, device=device)

@@ -71,6 +71,7 @@ CHOICES = [
 ]
 LOGITS, LABELS = torch.randn(2, 5, 11), torch.zeros(2, 5, dtype=torch.int64)
 MADE = HeadLoss()
+LAYER_SHARD = VocabShard.from_group(None, 53)
 # what is no keyword
 OF_VALUES = "value", "term", "metric", "input", "want", "package"
 
@@ -629,6 +630,48 @@ MESSAGES = {
     "a number as term": (
         lambda: HeadLoss(0.1),
         "write CrossEntropy(label_smoothing=0.1) or ZLoss(",
+    ),
+    "a number as term that smooths nothing": (
+        lambda: HeadLoss(11),
+        "terms must be Terms, got int: write ZLoss(11) or ignore_index=11, whose argument it may",
+    ),
+    "an ignore_index as term": (lambda: HeadLoss(-1), "got int: write ignore_index=-1, whose"),
+    "a keyword like one that was given": (
+        lambda: MADE.linear(LOGITS, LOGITS[0], LABELS, weigth=LOGITS),
+        "'weigth': it takes hidden, weight, labels, bias, shard, token_weight",
+    ),
+    "token weights by another name": (
+        lambda: MADE.linear(LOGITS, LOGITS[0], LABELS, weights=LOGITS),
+        "'weights': write token_weight=",
+    ),
+    "a z-loss of a call": (
+        lambda: MADE(LOGITS, LABELS, z_loss=1e-4),
+        "'z_loss': write HeadLoss([CrossEntropy(), ZLoss(1e-4)])",
+    ),
+    "a z-loss's weight of a call": (
+        lambda: MADE.linear(LOGITS, LOGITS[0], LABELS, z_loss_weight=1e-4),
+        "'z_loss_weight': write HeadLoss([CrossEntropy(), ZLoss(z_loss_weight)])",
+    ),
+    "a smoothing of a call": (
+        lambda: MADE(LOGITS, LABELS, label_smoothing=0.1),
+        "'label_smoothing': write HeadLoss(CrossEntropy(label_smoothing=0.1))",
+    ),
+    "a smoothing of an output layer": (
+        lambda: tp_headloss.VocabParallelHead(4, LAYER_SHARD, label_smoothing=0.1),
+        "'label_smoothing': write head_loss=HeadLoss(CrossEntropy(label_smoothing=..))",
+    ),
+    "a z-loss of an output layer": (
+        lambda: tp_headloss.VocabParallelHead(4, LAYER_SHARD, z_loss=1e-4),
+        "'z_loss': write head_loss=HeadLoss([CrossEntropy(), ZLoss(1e-4)])",
+    ),
+    "a loss's argument of an output layer": (
+        lambda: tp_headloss.VocabParallelHead(4, LAYER_SHARD, metrics="rank"),
+        "'metrics': write head_loss=HeadLoss(metrics=..)",
+    ),
+    "a loss of unshifted labels of an output layer": (
+        lambda: tp_headloss.VocabParallelHead(4, LAYER_SHARD, head_loss=CausalLMLoss()),
+        "must be a HeadLoss, got CausalLMLoss: pass a HeadLoss, and labels that you move yourself, "
+        "torch.nn.functional.pad(labels[..., 1:], (0, 1), value=-100)",
     ),
     "a number among terms": (
         lambda: HeadLoss([CrossEntropy(), 0.1]),

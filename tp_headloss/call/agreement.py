@@ -21,6 +21,7 @@ from .. import statistics
 from ..arguments.sequences import Sequences
 from ..ranks.comm import gather_objects, job_size, texts_of_job
 from ..ranks.shard import VocabShard
+from ..spec.checks import autocast_dtype
 from ..version import __version__
 from .own_ids import checksums_of_own_ids, expect_own_ids
 
@@ -107,6 +108,9 @@ class Agreement:
         if isinstance(logits := facts.get("logits"), torch.Tensor):
             # which decides how they are exchanged, see `one_read`
             facts["logits.requires_grad"] = logits.requires_grad
+        if isinstance(hidden := facts.get("hidden"), torch.Tensor):
+            # the dtype of its GEMMs, see `operand_dtype`
+            facts["autocast"] = autocast_dtype(hidden.device.type)
         for name, value in facts.items():
             _describe(name, value, self.facts, compare_hidden, SHARDED_DIM.get(name))
         self.facts["bounds"] = shard.start, shard.start + shard.valid_width, shard.tp_invariant

@@ -35,6 +35,12 @@ class CausalLMLoss(nn.Module):
         tensor(2.)
     """
 
+    # in errors about a misplaced one
+    remedy = (
+        ": pass a HeadLoss, and labels that you move yourself, "
+        "torch.nn.functional.pad(labels[..., 1:], (0, 1), value=-100)"
+    )
+
     def __init__(self, head_loss: HeadLoss | None = None):
         super().__init__()
         self.head_loss = HeadLoss() if head_loss is None else head_loss

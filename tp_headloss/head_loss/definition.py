@@ -15,7 +15,7 @@ from ..engine.reductions import StatisticValue, SumsPlan
 from ..losses import policy_metrics
 from ..spec import EACH_TOKEN, LOG_PROBS, PER_TOKEN, Line, lines_within
 from ..spec.aliases import hint
-from ..spec.checks import is_number
+from ..spec.checks import FP32_MAX, is_number
 from ..spec.words import as_a_list, two_copies
 from ..statistics import (
     AT_IDS,
@@ -359,10 +359,7 @@ def _expect_all(name: str, given, kinds) -> tuple:
                     else ": wrap it, Metric(function)"
                 )
             elif kinds is Term and is_number(part):
-                said = (
-                    f": write CrossEntropy(label_smoothing={part}) or ZLoss({part}), whose "
-                    "argument it may be"
-                )
+                said = _advice_on_number(part)
             elif isinstance(part, (tuple, list)):
                 said = ": a term has its weight itself, as CrossEntropy(0.5)" * (kinds is Term)
             elif isinstance(part, dict):
@@ -381,6 +378,15 @@ def _advice_on_term(part) -> str:
     if isinstance(part, str) and (made := maker_of_metric(part)):
         return f": a metric, write HeadLoss(metrics={made})"
     return advice_on_metric(part).replace(": write ", ": as a metric (metrics=..) write ", 1)
+
+
+def _advice_on_number(number: float) -> str:
+    """Return the arguments that take a number which was given as a term, "" where none does."""
+    smooths, penalises = 0 <= number < 1, 0 <= number <= FP32_MAX
+    takes = [f"CrossEntropy(label_smoothing={number})"] * smooths
+    takes += [f"ZLoss({number})"] * penalises
+    takes += [f"ignore_index={number}"] * isinstance(number, int)
+    return f": write {' or '.join(takes)}, whose argument it may be" if takes else ""
 
 
 def is_own(value) -> bool:

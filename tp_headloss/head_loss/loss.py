@@ -43,6 +43,7 @@ from .checks import Call, Inputs, check_call, local_arguments, replicated_facts
 from .definition import HeadLossDefinition, Reduction
 from .evaluation import checked_evaluation, compiled_evaluate, evaluate
 from .linear_ways import explained_linear, linear_output, linear_way_of
+from .named import refused_attribute
 from .output import HeadLossOutput, make_output
 from .reduction import CallLoss
 from .remembered import (
@@ -79,6 +80,9 @@ class HeadLoss(nn.Module):
     Not for a Transformers model's ``model.loss_function``: it is a Module, which torch files under
     the model's parts, and the model keeps its own loss. Use
     `integrations.transformers.causal_lm_loss`.
+
+    Its terms, metrics, reduction, ignore_index and options may be assigned later, too; any other
+    attribute that is assigned changes nothing.
 
     Args:
         terms: one `Term`, or a list of terms with distinct names; by default `CrossEntropy`.
@@ -136,6 +140,9 @@ class HeadLoss(nn.Module):
     ignore_index = _argument("ignore_index", "Label of tokens without a loss.")
     options = _argument("options", "`Options`, or None for the defaults.")
 
+    weight = refused_attribute("weight", "class_weight")
+    label_smoothing = refused_attribute("label_smoothing", "label_smoothing")
+
     @property
     def want(self) -> tuple[str, ...]:
         """Names of the optional statistics that terms and metrics need."""
@@ -177,9 +184,10 @@ class HeadLoss(nn.Module):
                 the caller.
             denominator: a number or a scalar tensor that every term is divided by; with gradient
                 accumulation or data parallelism, the global count of tokens (or sequences); with
-                token or class weights the global sum of the weights (the count gives another scale,
-                silently). At least 0, and of a mean: an error with "sum" and "none". A tensor's
-                value is looked at with ``Options(check=True)`` alone.
+                token or class weights the global sum of the valid tokens' weights, with both of
+                their products (the count gives another scale, silently). At least 0, and of a mean:
+                an error with "sum" and "none". A tensor's value is looked at with
+                ``Options(check=True)`` alone.
             inputs: arguments of terms and metrics besides the statistics, by name, replicated, just
                 those of `input_names`; others are an error, except "sequences":
                 tensors, scalar or with as many dimensions as [..] that broadcast to it, in its own
@@ -394,26 +402,13 @@ class HeadLoss(nn.Module):
         """
         linear = NO_OPTIONS if linear is None else linear
         options, kind = self._definition.options, None
+        again = hidden, weight, labels, shard, denominator, inputs
         if token_weight is None and transform is None and bias is None:
-            kind = kind_of_linear_call(
-                options, hidden, weight, labels, shard, denominator, inputs, linear
-            )
-        found = kind and linear_checked_before(
-            self._definition, kind, hidden, weight, labels, shard, denominator, inputs
-        )
+            kind = kind_of_linear_call(options, *again, linear)
+        found = kind and linear_checked_before(self._definition, kind, *again)
         if found is None:
-            call, head = self._checked_linear(
-                hidden,
-                weight,
-                labels,
-                bias,
-                shard,
-                token_weight,
-                denominator,
-                transform,
-                inputs,
-                linear,
-            )
+            given = hidden, weight, labels, bias, shard, token_weight, denominator
+            call, head = self._checked_linear(*given, transform, inputs, linear)
             way = linear_way_of(call, head)
             remember_linear(kind, call, head, way)
         else:

@@ -148,3 +148,18 @@ def _register(kind: type[Named]):
 
 for kind in (TermSums, MetricSums, SequenceSums, Means):
     _register(kind)
+
+
+def refused_attribute(name: str, argument: str) -> property:
+    """Return a property for an attribute that torch's CrossEntropyLoss has and a `HeadLoss` has not.
+
+    Its assignment raises AttributeError, and there is nothing to read. argument: of `CrossEntropy`.
+    """
+
+    def refuse(self, value):
+        raise AttributeError(
+            f"a HeadLoss has no {name} of its own: assign terms that have it, "
+            f"head_loss.terms = [CrossEntropy({argument}=..), ..]"
+        )
+
+    return property(None, refuse, doc=f"Cannot be assigned: {argument} is of `CrossEntropy`.")

@@ -172,10 +172,19 @@ def _call_again(definition: HeadLossDefinition, labels, shard, denominator, inpu
 
 def remember(kind: tuple | None, call: Call, request: Request):
     """Keep what the checks of a call found, unless it is of no kind."""
-    if kind is not None and call.total_weight is None:
+    if kind is None or call.total_weight is not None:
+        return
+    if not _checks_weights(call.definition):
         _room(call)[kind] = request._replace(
             tensors=None, shard=None if kind[-1] else request.shard, ways={}
         )
+
+
+def _checks_weights(definition: HeadLossDefinition) -> bool:
+    """Whether each call looks at the values of terms' weights, which change between calls."""
+    options = definition.options
+    has_check = options is not None and options.check
+    return has_check and any(isinstance(term.weight, torch.Tensor) for term in definition.terms)
 
 
 def remember_linear(kind: tuple | None, call: Call, head: LinearRequest, way: LinearWay):

@@ -1,6 +1,7 @@
 """`Options(check=True)`: values of the arguments of a `HeadLoss` call, and of its terms, which wait
 for the device."""
 
+import math
 import warnings
 from functools import partial
 
@@ -16,6 +17,7 @@ SAMPLED_BY = ("old_log_prob", "generator_log_prob")
 def check_values(definition, labels, token_weight, denominator, inputs):
     """Raise ValueError for values of a loss's arguments that make it NaN, or are none of theirs."""
     is_valid = labels != definition.ignore_index
+    _check_weights(definition.terms)
     for name, value in inputs.items():
         expect_finite(f"input {name!r}", value, is_valid)
     _warn_of_rounded(inputs)
@@ -43,6 +45,18 @@ def check_values(definition, labels, token_weight, denominator, inputs):
                 "denominator= it may be"
             ),
         )
+
+
+def _check_weights(terms):
+    """Raise ValueError for terms whose weight is a tensor that fp32 does not hold as a number."""
+    for term in terms:
+        if not isinstance(term.weight, torch.Tensor):
+            continue
+        number = float(term.weight.detach().float())
+        if not math.isfinite(number):
+            raise ValueError(
+                f"the weight of term {term.name!r} must be finite in fp32, got {number:g}"
+            )
 
 
 def _warn_of_rounded(inputs):

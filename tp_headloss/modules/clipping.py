@@ -17,6 +17,7 @@ from ..spec import CheckedBy, NotNegative, Positive, checked
 from .marks import marked_group
 from .row_dtensors import is_over_group
 
+TRAINABLE = "the number of trainable parameters (one is frozen on all ranks or on none)"
 MISSING = "the number of trainable parameters without a gradient (all ranks make each backward)"
 
 
@@ -44,10 +45,11 @@ def clip_grad_norm_(
     Ranks pass parts of the same parameters in one order (no other pipeline stages).
 
     A collective call: all ranks of these groups make it, and not under ``if rank == 0``, or the
-    others wait. By small all-gathers they also compare the numbers of the call, and how many
-    trainable parameters have no gradient. What differs is a ValueError on CPUs; on GPUs, which are
-    not waited for, it makes norm and gradients NaN, and with ``error_if_nonfinite=True``, which
-    waits, it is a ValueError, too. Where no parameter is sharded, nothing is exchanged or compared.
+    others wait. By small all-gathers they also compare the numbers of the call, how many
+    parameters are trainable, and how many of these have no gradient. What differs is a ValueError
+    on CPUs; on GPUs, which are not waited for, it makes norm and gradients NaN, and with
+    ``error_if_nonfinite=True``, which waits, it is a ValueError, too. Where no parameter is
+    sharded, nothing is exchanged or compared.
 
     Args:
         parameters: of the model; those without a gradient count as 0. ``main_grad`` comes before
@@ -73,7 +75,7 @@ def clip_grad_norm_(
             one does that was read before (an empty list has the norm 0). On all ranks of the
             groups that wait, with the gradients as they were: another ``max_norm``, ``norm_type``
             or ``error_if_nonfinite`` on one rank, or fewer gradients, as of a rank that left out
-            its backward.
+            its backward, or froze a parameter (``requires_grad_(False)``).
 
     Examples:
         >>> weight = torch.nn.Parameter(torch.zeros(2))
@@ -113,6 +115,7 @@ def clip_grad_norm_(
         "max_norm": max_norm,
         "norm_type": norm_type,
         "error_if_nonfinite": error_if_nonfinite,
+        TRAINABLE: sum(p.requires_grad for p in distinct),
         MISSING: missing,
     }
     total = _agreed_norm(total, norms, numbers, error_if_nonfinite)

@@ -16,7 +16,7 @@ from torch import nn
 
 from ..call.subclasses import is_dtensor
 from ..ranks.shard import VocabShard
-from ..spec import NotNegative, checked
+from ..spec import Instance, NotNegative, checked
 from . import saved_rows
 from .marks import mark
 from .replicas import expect_no_replicas
@@ -103,6 +103,8 @@ class VocabRows(nn.Module):
     def __setattr__(self, name: str, value: Any):
         """FSDP2 replaces the parameters of a class with a method of this name by setattr, which
         comes to `register_parameter`, and those of all others behind the module's back."""
+        if name == "shard":
+            Instance(VocabShard).check("shard", value, {})
         super().__setattr__(name, value)
 
     def register_parameter(self, name: str, param: nn.Parameter | None):
@@ -355,8 +357,9 @@ def _why_not_rows(rows: int, whole: set[int], shard: VocabShard) -> str:
     """Return why so many rows are neither this rank's nor the whole vocabulary's."""
     padded = rows > shard.vocab_size
     said = f": cut another padding off, [:{shard.vocab_size}]" * padded
+    numbers = " or ".join(map(str, sorted(whole)))
     return (
-        f"must have this rank's {shard.width} rows or the whole vocabulary's {sorted(whole)}, got "
+        f"must have this rank's {shard.width} rows or the whole vocabulary's {numbers}, got "
         f"{rows}{said}"
     )
 

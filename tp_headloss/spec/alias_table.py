@@ -7,6 +7,8 @@ DISTANCES = "PPO, GRPO, DAPO, DrGRPO, GSPO"
 PRESETS = f"{DISTANCES}, CISPO"
 TEACHERS = "Distillation, TopKDistillation"
 LOSSES = "HeadLoss.forward, HeadLoss.linear, VocabParallelHead.forward"
+ANY = f"HeadLoss, {LOSSES}"
+Z_WEIGHTS = "lse_square_scale, z_loss_weight, z_loss_coeff, z_loss_coef"
 HEADS = "VocabParallelHead.forward, VocabParallelHead.statistics"
 MASK = "token_weight=mask, labels of -100, or for terms by sequence inputs={'sequences': Sequences.from_mask(mask)}"
 SEARCHES = "sample, kept_ids, topk_log_probs"
@@ -153,13 +155,13 @@ WRITTEN = (
         'Metric(lambda stats, ids: {"mean_at": stats.log_probs_at.mean(-1)}, ("log_probs_at",), ("ids",))',
     ),
     Alias("acceptance_rate, accept_rate", "SpecForge, speculators", "metric", "AcceptanceRate()"),
-    Alias("label_smoothing", "torch", "HeadLoss", "HeadLoss(CrossEntropy(label_smoothing=0.1))"),
-    Alias("class_weight, smoothing_formula", "ours", "HeadLoss", "HeadLoss(CrossEntropy({}=..))"),
-    Alias("divergence, temperature_squared", "ours", "HeadLoss", "HeadLoss(Distillation({}=..))"),
-    Alias("estimator", "ours", "HeadLoss", "a term, KLToReference({}=..)"),
-    Alias("clip, dual_clip, objective", "ours", "HeadLoss", "HeadLoss(PolicyGradient({}=..), ..)"),
+    Alias("label_smoothing", "torch", ANY, "HeadLoss(CrossEntropy(label_smoothing=0.1))"),
+    Alias("class_weight, smoothing_formula", "ours", ANY, "HeadLoss(CrossEntropy({}=..))"),
+    Alias("divergence, temperature_squared", "ours", ANY, "HeadLoss(Distillation({}=..))"),
+    Alias("estimator", "ours", ANY, "a term of HeadLoss(..), KLToReference({}=..)"),
+    Alias("clip, dual_clip, objective", "ours", ANY, "HeadLoss(PolicyGradient({}=..), ..)"),
     Alias(
-        "lse_square_scale, z_loss_weight, z_loss_coeff, z_loss_coef",
+        Z_WEIGHTS,
         "flash-attention, Liger, many",
         "HeadLoss, CrossEntropy",
         "a term, ZLoss({})",
@@ -308,7 +310,7 @@ WRITTEN = (
         "vocab_statistics, linear_vocab_statistics",
         "with torch.no_grad(): around the call",
     ),
-    Alias("loss_weights", "many", LOSSES, "token_weight="),
+    Alias("loss_weights, weights", "many", LOSSES, "token_weight="),
     Alias("target, targets", "torch, Liger, many", LOSSES, "labels="),
     Alias(
         "shift_labels",

@@ -11,8 +11,9 @@ from collections.abc import Collection
 from .alias_policies import OF_POLICIES
 from .alias_statistics import OF_STATISTICS
 from .alias_table import WRITTEN, Alias
+from .alias_terms import OF_TERMS
 
-ROWS = (*WRITTEN, *OF_POLICIES, *OF_STATISTICS)
+ROWS = (*WRITTEN, *OF_TERMS, *OF_POLICIES, *OF_STATISTICS)
 
 # the end of names of log-probs
 LOG_PROB = "log_prob"
@@ -44,6 +45,7 @@ RECORDS = {
     "rule": "SamplingRule",
     "options": "Options",
     "linear": "Linear",
+    "head_loss": "HeadLoss",
 }
 # parts of a call of a loss, whose other parts take other arguments
 OF_CALLS = {"Term", "Metric", "CausalLMLoss", "VocabParallelHead.forward", *PLACES}

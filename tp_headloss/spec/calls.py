@@ -5,7 +5,7 @@ argument is, too.
 """
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from .alias_table import HOSTS
@@ -67,8 +67,9 @@ def refuse_call(
     takes_others: the function hands keywords of any name on.
     """
     known = arities[0]
-    refuse_keywords(function, kwargs.keys() - known.allowed, takes_others)
     most = max(arities)
+    left = arities[min(len(args), most)].allowed - kwargs.keys()
+    refuse_keywords(function, kwargs.keys() - known.allowed, left, takes_others)
     # in the order of the signature
     names = [x for x in inspect.signature(function).parameters if x in known.allowed]
     names += sorted(known.allowed - {*names})  # which the function hands on
@@ -94,10 +95,11 @@ def refuse_call(
         raise TypeError(f"{owner} must have {', '.join(wanted)}, got {got}{said}")
 
 
-def refuse_keywords(function, unknown: Iterable[str], takes_others: bool):
+def refuse_keywords(function, unknown: Iterable[str], left: Collection[str], takes_others: bool):
     """Raise TypeError for an unknown keyword, with what to write as far as that is known.
 
     Args:
+        left: names of arguments that the call has not given.
         takes_others: the function hands keywords on, so that only those with known words are wrong.
     """
     name = function.__qualname__
@@ -105,7 +107,7 @@ def refuse_keywords(function, unknown: Iterable[str], takes_others: bool):
         write = next(_where_it_belongs(function, keyword), None)
         if write is None and takes_others:
             continue
-        said = f": write {write}" if write else hint(keyword, KEYWORDS[name], "keyword")
+        said = f": write {write}" if write else hint(keyword, left, "keyword")
         said = said or _what_there_is(function)
         raise TypeError(f"{name}() got an unexpected keyword argument {keyword!r}{said}")
 

@@ -105,17 +105,23 @@ def refuse_float_labels(x, labels):
         raise TypeError(f"labels must be int64 or int32, got {labels.dtype}{said}")
 
 
+def autocast_dtype(kind: str) -> torch.dtype | None:
+    """Return the dtype of torch.autocast on a type of device, None where it is off."""
+    # torch.compile knows the devices that it compiles for, and torch 2.11 cannot trace the question
+    known = torch.compiler.is_compiling() or torch.amp.is_autocast_available(kind)
+    is_on = known and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if is_on else None
+
+
 def operand_dtype(hidden: torch.Tensor, weight: torch.Tensor, owner: str = "") -> torch.dtype:
     """Return the dtype of a GEMM's operands, as torch.nn.functional.linear chooses it.
 
     TypeError if they do not go together.
     """
     kind = hidden.device.type
-    # torch.compile knows the devices that it compiles for, and torch 2.11 cannot trace the question
-    known = torch.compiler.is_compiling() or torch.amp.is_autocast_available(kind)
-    is_autocast = known and torch.is_autocast_enabled(kind)
-    if is_autocast and torch.float64 not in (hidden.dtype, weight.dtype):
-        return torch.get_autocast_dtype(kind)
+    of_autocast = autocast_dtype(kind)
+    if of_autocast is not None and torch.float64 not in (hidden.dtype, weight.dtype):
+        return of_autocast
     if hidden.dtype != weight.dtype:
         autocast = f", or call under torch.autocast({kind!r})"
         autocast *= torch.float64 not in (hidden.dtype, weight.dtype)
