@@ -232,7 +232,9 @@ class FusedLogProbs(InstalledForward):
         labels = next_token_labels(given.get("labels"), given.get("shift_labels"), IGNORED_LABEL)
         # the valid tokens alone, as in TRL's head
         if linear.max_valid_tokens is None:
-            labels = labels.to(layer.weight.device)
+            # an offloaded weight is on no device, and has an error of its own after the body
+            if not layer.weight.is_meta:
+                labels = labels.to(layer.weight.device)
             # before the body, whose collectives fail where ranks have batches of other sizes
             count = agreed_count(labels, IGNORED_LABEL, self.checked_shard)
             linear = replace(linear, max_valid_tokens=count)
