@@ -45,7 +45,7 @@ TRL_CASES = (
     "refusals",
     "failures",
 )
-TRL_CASES += ("documented", "prompts", "heads_below", "of_a_trainer")
+TRL_CASES += ("documented", "prompts", "heads_below", "of_a_trainer", "prepared")
 
 
 def checked(host, case):

@@ -733,8 +733,11 @@ def refusals(group):
     # what the check finds: each leaves the model as it was
     refused(
         lambda: fuse_head(model, transform=Transform(scale=1.001)),
-        "what the model does to its logits",
+        "which transform= says: leave it out for that of the model's config",
     )
+    model.config.final_logit_softcapping = 5.0
+    refused(lambda: fuse_head(model), "which its config says: give it as transform=")
+    del model.config.final_logit_softcapping
     refused(
         lambda: fuse_head(model, transform=Transform(softcap=1000.0)),
         "what the model does to its logits",

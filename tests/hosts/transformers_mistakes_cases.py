@@ -184,6 +184,9 @@ def labels_differ(group):
         lambda: model(**inputs, shift_labels=shifted),
         "other labels, 2 labels of 32 tokens on rank 1",
     )
+    # of other sizes, with which collectives of the model's body would fail
+    rows = {name: x[: 1 + rank] for name, x in inputs.items() if isinstance(x, torch.Tensor)}
+    refused(lambda: model(**{**inputs, **rows}), "labels of 16 tokens on rank 0 of the group and")
     torch.testing.assert_close(model(**inputs).log_probs, expected)
     return {}
 
@@ -231,6 +234,16 @@ WRONG = {  # argument of an installation -> a value that it refuses
     "linear": Linear(hidden_grad="reduce_scatter"),
     "transform": Transform(temperature=0.5),
 }
+RULED_OUT = {  # argument of an installation -> a value that its line rules out
+    "head_loss": CrossEntropy,
+    "linear": "recompute",
+    "transform": 0.5,
+    "temperature": -1.0,
+    "cast_lm_head_to_fp32": "yes",
+    "outputs": ("logps",),
+    "skip_logits": "no",
+    "observe": [],
+}
 
 
 def one_rank_refuses(group):
@@ -247,13 +260,19 @@ def one_rank_refuses(group):
         taken = WRONG.keys() & inspect.signature(INSTALL[name]).parameters.keys()
         wrong = taken - ({"transform"} if name == "fuse_head" else set())
         cases = [({}, {key: WRONG[key]}) for key in sorted(wrong)]
+        by_lines = inspect.signature(INSTALL[name]).parameters.keys() - {"model", "shard"}
+        cases += [({}, {key: RULED_OUT[key]}) for key in sorted(by_lines)]
         cases += [({key: value}, {}) for key, value in changes.items()]
         for bad, (attributes, arguments) in itertools.product((0, 1), cases):
             with contextlib.ExitStack() as stack:
                 if rank == bad:
                     stack.enter_context(replaced(model, **attributes))
                 given = arguments if rank == bad else {}
-                refused(lambda g=given: INSTALL[name](model, **g), f"on rank {bad} of the group: ")  # noqa: B023
+                refused(
+                    lambda g=given: INSTALL[name](model, **g),  # noqa: B023
+                    f"on rank {bad} of the group: ",
+                    (TypeError, ValueError),
+                )
             assert "forward" not in vars(model), (attributes, arguments)
         INSTALL[name](model)
         assert model(**inputs).loss.isfinite()

@@ -5,9 +5,14 @@ Cases of transformers_cases.py, which begins by importing transformers."""
 
 import copy
 import functools
+import os
+import warnings
 from functools import partial
+from unittest import mock
 
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from cases import (
     compared,
     fails_cleanly_at_every_step,
@@ -177,6 +182,11 @@ def refusals(group):
     add_fused_lm_head(exact)
     before = exact.forward
     refused(lambda: fuse_log_probs(exact, outputs=("probs",)), "['probs']")
+    for name, ours in (("logps", "log_probs"), ("accuracy", "is_top1")):
+        refused(
+            lambda name=name: fuse_log_probs(exact, outputs=(name,)),
+            f'got {[name]}: write "{ours}" in outputs= of fuse_log_probs',
+        )
     refused(lambda: fuse_log_probs(exact, 0.0), "temperature")
     assert exact.forward is before
     refused(lambda: fuse_log_probs(model, linear=Linear(mode="one_sweep")), "one_sweep")
@@ -223,7 +233,7 @@ def heads_below(group):
                 for again in (fuse_head, fuse_log_probs):
                     refused(lambda m=m, again=again: again(m), expected)
                 refused(lambda m=m: m(**inputs), write, RuntimeError)
-            refused(below.remove, "TRL: del model.forward) first", RuntimeError)
+            refused(below.remove, "(TRL: del model.forward; a model that accelerate", RuntimeError)
             del model.forward
             below.remove()
             assert not {*ENTRIES} & {*vars(model)} and not model.model._forward_pre_hooks
@@ -258,12 +268,104 @@ def of_a_trainer(group):
     fuse_head(model)
     refused(lambda: fuse_log_probs(None), "got None: this trainer has no ref_model", TypeError)
     model = AutoModelForCausalLM.from_config(config_of())
+    add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
+    for few in (("log_probs",), ["is_top1"]):
+        refused(lambda few=few: fuse_log_probs(model, outputs=few), "'is_top1'), which the trainer")
+    refused(
+        lambda: fuse_log_probs(model, outputs=("is_top1", "mean_logits")),
+        "without ['entropy']: write outputs=('log_probs', 'entropy', 'is_top1', 'mean_logits')",
+    )
+    # log_probs are there unasked
+    fuse_log_probs(model, outputs=("is_top1", "entropy")).remove()
+    del model.forward
+    assert "so its temperature is 1.0" in warned(lambda: fuse_log_probs(model).remove())
+    assert not warned(lambda: fuse_log_probs(model, temperature=1.0).remove())
+    add_fused_lm_head(model)
+    assert not warned(lambda: fuse_log_probs(model).remove())
+    del model.forward
     for wrong in (float("inf"), 1e-50, 1e39):
         refused(lambda x=wrong: fuse_log_probs(model, x), "positive and finite in fp32")
     refused(
         lambda: fuse_log_probs(model, 1e20, transform=Transform(scale=1e-30)),
         "scale / temperature must be other than 0",
     )
+    return {}
+
+
+def warned(function) -> str:
+    """Words of the warnings of a call."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        function()
+    return " ".join(str(x.message) for x in found)
+
+
+def prepare(model):
+    """As a trainer in bf16 does, on one rank."""
+    with mock.patch.dict(os.environ):
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            del os.environ[name]
+        AcceleratorState._reset_state(True)
+        accelerator = Accelerator(mixed_precision="bf16", cpu=True)
+        accelerator.prepare_model(model, device_placement=False)
+    return accelerator
+
+
+def prepared(group):
+    """Below accelerate's forward of mixed precision a head takes the place of TRL's, with its
+    temperature and under the same autocast, and is removed, whichever of both came first."""
+    inputs = {**batch(), "fused_lm_head": True}
+    for first in (fuse_log_probs, prepare):
+        model = AutoModelForCausalLM.from_config(config_of())
+        add_fused_lm_head(model, temperature=0.5, outputs=("log_probs", "entropy"))
+        exact = model(**inputs)
+        twin = copy.deepcopy(model)
+        prepare(twin)
+        rounded = twin(**inputs)
+        if first is prepare:
+            prepare(model)
+            before = dict(vars(model))
+            refused(lambda: fuse_log_probs(model, outputs=("log_probs",)), "without ['entropy']")  # noqa: B023
+            assert vars(model) == before
+        fused = fuse_log_probs(model)
+        if first is fuse_log_probs:
+            prepare(model)
+        assert "temperature=0.5, " in f"{fused}" and fused.calls == 0
+        seen = []
+        hook = model.model.layers[0].mlp.register_forward_hook(lambda m, x, out: seen.append(out))  # noqa: B023
+        out = model(**inputs)
+        hook.remove()
+        assert fused.calls == 1 and seen[0].dtype == torch.bfloat16
+        assert out.log_probs.dtype == torch.float32
+        error = relative_errors(values_of(rounded), values_of(exact))
+        for name, found in relative_errors(values_of(out), values_of(exact)).items():
+            assert 1e-6 < found <= 1.5 * error[name], (name, found, error)
+        fused.remove()
+        assert not {*ENTRIES[1:]} & {*vars(model)} and not model.model._forward_pre_hooks
+        for name, value in values_of(model(**inputs)).items():
+            assert torch.equal(value, values_of(rounded)[name]), name
+        assert fused.calls == 1
+        with fuse_log_probs(model) as again:
+            model(**inputs)
+        assert again.calls == 1
+        # autocast, TRL's head and its temperature go together
+        del model.forward
+        for install in (fuse_log_probs, fuse_head):
+            refused(lambda f=install: f(model), "del model.forward took its autocast off")  # noqa: B023
+        del model._original_forward
+        fuse_log_probs(model, temperature=0.5).remove()
+    # without TRL's head
+    model = AutoModelForCausalLM.from_config(config_of())
+    expected = model(**batch()).loss
+    with fuse_head(model) as below:
+        accelerator = prepare(model)
+        model(**batch())
+    with fuse_head(model) as later:
+        model(**batch()).loss.backward()
+    assert below.calls == later.calls == 1
+    assert model(**batch()).logits.dtype == torch.float32 and model(**batch()).loss != expected
+    accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+    assert torch.equal(model(**batch()).loss, expected)
     return {}
 
 
@@ -288,5 +390,5 @@ CASES = {
     **{f"trl-{kind}": partial(against_trl, kind=kind) for kind in KINDS},
     "trl-bf16": bf16, "trl-replaced": replaced, "trl-prompts": prompts, "trl-refusals": refusals,
     "trl-heads_below": heads_below, "trl-of_a_trainer": of_a_trainer, "trl-failures": failures,
-    "trl-documented": documented,
+    "trl-documented": documented, "trl-prepared": prepared,
 }  # fmt: skip

@@ -69,6 +69,8 @@ CHOICES = [
     for line in lines_within(function).values()
     if isinstance(line, OneOf)
 ]
+# the outputs of fuse_log_probs, which needs TRL: hosts/trl_cases.py gives them to it
+CHOICES.append(OneOf(("log_probs", "is_top1")))
 LOGITS, LABELS = torch.randn(2, 5, 11), torch.zeros(2, 5, dtype=torch.int64)
 MADE = HeadLoss()
 LAYER_SHARD = VocabShard.from_group(None, 53)

@@ -4,8 +4,9 @@ gather."""
 from __future__ import annotations
 
 import inspect
+import warnings
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from ..arguments.options import Transform
 from ..head_loss import HeadLoss
 from ..linear_head import Linear, linear_vocab_statistics
 from ..ranks.shard import VocabShard
-from ..spec import TINY, CheckedBy, Names, NumberLine, checked
+from ..spec import TINY, CheckedBy, Names, NumberLine, described, lines_within
 from ..spec.words import shown, type_name
 from . import require
 from .token_counts import agreed_count
@@ -78,13 +79,13 @@ def _expect_model(name, value):
     raise TypeError(f"{name} must be a model, got {shown(value)}{said}")
 
 
-@checked
+@described
 def fuse_log_probs(
     model: Annotated[nn.Module, CheckedBy("a model, or PEFT's wrapper of one", _expect_model)],
     temperature: Annotated[float, Temperature(TINY, 1 / TINY, "positive and finite in fp32")]
     | None = None,
     cast_lm_head_to_fp32: bool | None = None,
-    outputs: Annotated[tuple[str, ...], Names(lambda: sorted(OUTPUTS))] | None = None,
+    outputs: Annotated[tuple[str, ...], Names(lambda: sorted(OUTPUTS), of="value")] | None = None,
     *,
     linear: Linear | None = None,
     shard: VocabShard | None = None,
@@ -100,50 +101,66 @@ def fuse_log_probs(
     entropy are differentiable, the others are not. dH, the gradient of the hidden states, is summed over the group here
     (one all-reduce), because the model's body expects a whole gradient. Without ``fused_lm_head=True``
     the forward is the model's own, so that generate() works. All ranks of the group install together, and compare their
-    settings. Where None, a setting is that of TRL's head on this model, or without one TRL's default.
+    settings. Where None, a setting is that of TRL's head on this model, or without one TRL's default:
+    a temperature of 1.0 then comes with a UserWarning. Below the autocast that accelerate puts around
+    the forward for bf16 or fp16 it is installed and removed at any time.
 
     Tokens without a label are dropped before the head, by each rank for itself. So each call begins
-    with one small all-gather, in which ranks that share a vocabulary compare their labels. Batches
-    that differ are a ValueError on every rank, unless `Linear` has max_valid_tokens: then nothing is
-    compared. Another ``num_items_in_batch`` on one rank is never noticed, and gives that rank
-    another ``loss``.
+    with one small all-gather, before the model's body, in which ranks that share a vocabulary compare
+    their labels. Labels that differ, in shape or in value, are a ValueError on every rank, unless
+    `Linear` has max_valid_tokens: then nothing is compared. Another ``num_items_in_batch`` on one
+    rank is never noticed, and gives that rank another ``loss``. A label outside of [0, V) other than
+    -100 gives NaN at its token, and a ``loss`` of NaN.
 
     Args:
         temperature: divides the logits; TRL's default is 1.0.
         cast_lm_head_to_fp32: True computes in fp32, from a copy of the rows if they are of another dtype; TRL's default
             is False.
-        outputs: fields of the output besides log_probs; TRL's default is ("log_probs",).
+        outputs: fields of the output besides log_probs; TRL's default is ("log_probs",). Those of
+            TRL's head on this model must be among them, because its trainer reads them.
         linear: as in `transformers.fuse_head`.
         shard: as in `transformers.fuse_head`.
         transform: as in `transformers.fuse_head`, without the temperature.
 
     Raises:
         TypeError, ValueError: as in `transformers.fuse_head`; None, as of a trainer without a
-            ref_model; an output that TRL's head does not have; a head of this package below TRL's;
-            an auxiliary loss of a router; a temperature in the transform; a loss_function that TRL
-            would not call. In a call: keywords and ``num_items_in_batch`` as in
-            `transformers.fuse_head`; labels that differ between ranks. In a call without labels:
-            logits of this rank's columns (`transformers.colwise_plan`).
+            ref_model; an output that TRL's head does not have, or one that it has on this model and
+            outputs leave out; a head of this package below TRL's; an auxiliary loss of a router; a
+            temperature in the transform; a loss_function that TRL would not call; a forward that
+            was deleted after accelerate prepared the model for bf16 or fp16. In a call: keywords
+            and ``num_items_in_batch`` as in `transformers.fuse_head`; labels that differ between
+            ranks. In a call without labels: logits of this rank's columns
+            (`transformers.colwise_plan`).
     """
-    model = without_wrapper(model)
-    trl_forward, settings = _trl_forward_and_settings(model)
+    _expect_model("model", model)
     given = {
         "temperature": temperature,
         "cast_lm_head_to_fp32": cast_lm_head_to_fp32,
         "outputs": outputs,
+        "linear": linear,
+        "transform": transform,
     }
-    settings |= {name: value for name, value in given.items() if value is not None}
-    return FusedLogProbs(model, trl_forward, settings, linear, shard, transform)
+    return FusedLogProbs(without_wrapper(model), shard, given)
 
 
-def _trl_forward_and_settings(model):
-    """The forward that TRL installed on this model and its settings, or None and TRL's defaults."""
-    own = vars(model).get("forward")
-    if own is None or not is_of_trl(own):
+def _settings_of(trl_forward) -> dict[str, Any]:
+    """Return the settings of the head that TRL installed on a model; None: TRL's defaults."""
+    if trl_forward is None:
         defaults = inspect.signature(add_fused_lm_head).parameters
-        return None, {name: defaults[name].default for name in SETTINGS}
-    closure = inspect.getclosurevars(own.__func__).nonlocals
-    return own, {name: closure[name] for name in SETTINGS}
+        return {name: defaults[name].default for name in SETTINGS}
+    closure = inspect.getclosurevars(trl_forward.__func__).nonlocals
+    return {name: closure[name] for name in SETTINGS}
+
+
+def _expect_outputs_of_trainer(outputs: tuple[str, ...], of_trainer: tuple[str, ...]):
+    """Raise ValueError for outputs that leave out one that the trainer asked its own head for."""
+    left_out = sorted({*of_trainer} - {"log_probs", *outputs})
+    if left_out:
+        every = tuple(dict.fromkeys((*of_trainer, *outputs)))
+        raise ValueError(
+            f"outputs must have those of the trainer's own head, {of_trainer}, which the trainer "
+            f"reads, got {outputs} without {left_out}: write outputs={every}"
+        )
 
 
 class FusedLogProbs(InstalledForward):
@@ -154,16 +171,29 @@ class FusedLogProbs(InstalledForward):
         calls: how often this head has computed log-probs: 0 after a training that did not use it.
     """
 
-    def __init__(self, model, trl_forward, settings, linear, shard, transform):
-        self.wanted = linear, settings
-        super().__init__(model, shard, transform, trl_forward, fused_lm_head=True)
+    def __init__(self, model, shard, given):
+        super().__init__(model, shard, lines_within(fuse_log_probs), given, fused_lm_head=True)
         self.linear, self.settings = vars(self).pop("wanted")
+        if given["temperature"] is None and "forward" not in self._before:
+            warnings.warn(
+                f"this {type(model).__name__} has no head of a TRL trainer, whose temperature the "
+                "new one would have, so its temperature is 1.0: install it after the trainer is "
+                "made, or write fuse_log_probs(model, temperature=..)",
+                stacklevel=4,
+            )
 
-    def _checked_arguments(self):
-        linear, settings = self.wanted
+    def _takes_place_of(self, forward):
+        return is_of_trl(forward)
+
+    def _checked_arguments(self, given):
+        trl_forward = self._before.get("forward")
         # which TRL's forward would drop without a word
-        if (name := head_below(self._before.get("forward"))) is not None:
+        if (name := head_below(trl_forward)) is not None:
             raise ValueError(without_head_below(name))
+        settings = _settings_of(trl_forward)
+        if trl_forward is not None and given["outputs"] is not None:
+            _expect_outputs_of_trainer(tuple(given["outputs"]), settings["outputs"])
+        settings |= {name: given[name] for name in SETTINGS if given[name] is not None}
         if self.transform.temperature != 1:
             raise ValueError(
                 "transform must have no temperature, which the trainer's own replaces, got "
@@ -171,7 +201,7 @@ class FusedLogProbs(InstalledForward):
             )
         # which a scale may make too large or too small
         replace(self.transform, temperature=settings["temperature"])
-        linear = checked_linear(linear)
+        linear = checked_linear(given["linear"])
         self.wanted = linear, settings
         # at temperature 1 and of any number of tokens until the check has compared the loss with
         # the model's own
@@ -198,18 +228,22 @@ class FusedLogProbs(InstalledForward):
             return outputs
         self.calls += 1
         given["use_cache"] = False
-        hidden, layer = self._run_body(model, given).last_hidden_state, output_layer(model)
-        labels = next_token_labels(
-            given.get("labels"), given.get("shift_labels"), IGNORED_LABEL
-        ).to(hidden.device)
+        layer, linear = output_layer(model), self.linear
+        labels = next_token_labels(given.get("labels"), given.get("shift_labels"), IGNORED_LABEL)
+        # the valid tokens alone, as in TRL's head
+        if linear.max_valid_tokens is None:
+            # an offloaded weight is on no device, and has an error of its own after the body
+            if not layer.weight.is_meta:
+                labels = labels.to(layer.weight.device)
+            # before the body, whose collectives fail where ranks have batches of other sizes
+            count = agreed_count(labels, IGNORED_LABEL, self.checked_shard)
+            linear = replace(linear, max_valid_tokens=count)
+        hidden = self._run_body(model, given).last_hidden_state
+        labels = labels.to(hidden.device)
         cast = self.settings["cast_lm_head_to_fp32"]
         autocast = torch.is_autocast_enabled(hidden.device.type) and not cast
         with gathered_head(model), torch.autocast(hidden.device.type, enabled=autocast):
-            shard, linear = call_shard(model, self.shard, self.linear, hidden), self.linear
-            # the valid tokens alone, as in TRL's head
-            if linear.max_valid_tokens is None:
-                count = agreed_count(labels, IGNORED_LABEL, shard)
-                linear = replace(linear, max_valid_tokens=count)
+            shard = call_shard(model, self.shard, linear, hidden)
             features, weight = head_operands(layer, hidden)
             if cast:
                 features, weight = features.float(), weight.float()

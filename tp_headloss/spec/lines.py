@@ -253,12 +253,14 @@ class Names:
         known: a function that returns the names there are.
         hint: of the error for others.
         unheard: of the error for a name that is like none of them.
+        of: what an alias of these names is of.
     """
 
     says = "names"
     known: Callable[[], Any] | None = None
     hint: str = ""
     unheard: str = ""
+    of: str = "want"
 
     def check(self, name: str, value: Any, sizes: Sizes):
         """Raise TypeError for anything but a tuple of strings, ValueError for unknown ones."""
@@ -266,7 +268,7 @@ class Names:
             said = f": write ({value!r},)" if isinstance(value, str) else as_a_list(value)
             raise TypeError(f"{name} must be a tuple of names, got {shown(value)}{said}")
         if self.known is not None and (unknown := set(value) - set(self.known())):
-            said = hint(min(unknown), self.known(), "want") or self.unheard
+            said = hint(min(unknown), self.known(), self.of) or self.unheard
             raise ValueError(
                 f"{name} must be of {self.known()}, got {sorted(unknown)}{said}{self.hint}"
             )

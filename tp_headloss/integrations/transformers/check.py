@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import inspect
 import types
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,11 +19,13 @@ from ...arguments.options import Options, Transform
 from ...call.agreement import Agreement
 from ...call.subclasses import is_dtensor
 from ...ranks.shard import VocabShard
+from ...spec import Line
 from ..hooks import hooks_of, is_from, location, names_of
 from ..replacement import Replacement, evaluating, replaced
 from . import copies
 from .forward import FUSED, stock_forward
 from .loss_function import CausalLMShardLoss
+from .mixed_precision import AUTOCAST_GOES_TOO, below_mixed_precision
 from .model_facts import config_transform, expect_own_loss, installed_shard, output_layer
 from .model_parts import HEAD_ARGUMENTS, body_of, refuse_auxiliary_loss, run_body
 
@@ -31,50 +34,55 @@ class InstalledForward(Replacement):
     """A forward in the place of a model's own, installed on construction; the model is as it was if
     a check fails.
 
-    A subclass has `_forward`, which counts the `calls` of its head, and `_checked_arguments`. The
-    check's own call is not counted.
+    A subclass has `_forward`, which counts the `calls` of its head, `_checked_arguments`, and
+    perhaps `_takes_place_of`. The check's own call is not counted. Where accelerate has prepared the
+    model for bf16 or fp16, the forward is installed and removed below accelerate's.
 
     Args:
-        shard, transform: as in `fuse_head`.
-        in_place: the forward that this model has of its own, and gets back in the end; None: it
-            must have none.
+        shard: as in `fuse_head`.
+        lines: of the installation's arguments by name.
+        given: the other arguments of the installation by name; one that its line rules out on one
+            rank is an error on all.
         arguments: of the check call, besides ids and labels.
     """
 
-    on_top = (
-        "what was installed on top (accelerate: unwrap_model(model, keep_fp32_wrapper=False), "
-        "TRL: del model.forward)"
-    )
+    on_top = f"what was installed on top (TRL: del model.forward; {AUTOCAST_GOES_TOO})"
 
     def __init__(
         self,
         model,
         shard: VocabShard | None,
-        transform: Transform | None,
-        in_place=None,
+        lines: Mapping[str, Line],
+        given: Mapping[str, Any],
         **arguments: Any,
     ):
         output_layer(model)
+        lines["shard"].check("shard", shard, {})  # whose group ranks compare the others in
+        with below_mixed_precision(model):
+            self._install_checked(model, shard, lines, given, arguments)
+
+    def _install_checked(self, model, shard, lines, given, arguments):
+        """Check the arguments and the model, install the forward, and check that."""
         copies.forget(model)
         super().__init__(vars(model), *copies.ENTRIES)
         self.model, self.shard, self.calls, self.checked = model, shard, 0, False
         self.checked_shard = installed_shard(model, shard)
         try:
-            if in_place is not None:
+            if self._takes_place_of(self._before.get("forward")):
                 del model.forward
             with Agreement(Options(validate="full"), self.checked_shard) as agreement:
+                for name, value in given.items():
+                    lines[name].check(name, value, {})
                 self.stock_forward = stock_forward(model)
                 expect_own_loss(model)
-                self.transform = (
-                    config_transform(model.config.get_text_config())
-                    if transform is None
-                    else transform
-                )
+                own_transform = config_transform(model.config.get_text_config())
+                transform = given["transform"]
+                self.transform = own_transform if transform is None else transform
                 agreement.record(
                     f"the installation of {type(self).__name__}",
                     self.checked_shard,
                     transform=self.transform,
-                    **self._checked_arguments(),
+                    **self._checked_arguments(given),
                 )
                 if shard is not None:
                     _expect_all_ids(model, shard)
@@ -94,9 +102,18 @@ class InstalledForward(Replacement):
         # from here on calls are the user's
         self.calls, self.checked = 0, True
 
-    def _checked_arguments(self) -> dict[str, Any]:
-        """Return the other arguments that must be equal on all ranks, after a check of them, and
-        prepare the check call, which knows plain cross-entropy."""
+    def _takes_place_of(self, forward) -> bool:
+        """Return True for a forward of the model's own that the head replaces, and puts back in the
+        end."""
+        return False
+
+    def remove(self):
+        with below_mixed_precision(self.model):
+            super().remove()
+
+    def _checked_arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the other arguments that must be equal on all ranks, after a check of what their
+        lines do not check, and prepare the check call, which knows plain cross-entropy."""
         raise NotImplementedError
 
     def undo(self):
@@ -336,7 +353,8 @@ def check_forward(model, stock, transform: Transform, shard: VocabShard) -> Stoc
         raise ValueError(
             "the output layer's input is not the last_hidden_state of the model's body"
         )
-    _expect_transform(transform, seen["spread"], transformed)
+    is_own = transform == config_transform(model.config.get_text_config())
+    _expect_transform(transform, is_own, seen["spread"], transformed)
     return StockCall(type(own), ids, labels, seen["logits"], own.loss)
 
 
@@ -365,15 +383,22 @@ def _expect_decoder(model, stock):
         )
 
 
-def _expect_transform(transform: Transform, logits: torch.Tensor, transformed: torch.Tensor):
+def _expect_transform(
+    transform: Transform, is_own: bool, logits: torch.Tensor, transformed: torch.Tensor
+):
     """Raise ValueError unless `transformed` is the transform (scale and softcap) of the logits, up
-    to rounding."""
+    to rounding.
+
+    is_own: the model's config says this transform.
+    """
     expected = logits.double() * transform.scale
     if transform.softcap is not None:
         expected = transform.softcap * torch.tanh(expected / transform.softcap)
     eps = torch.finfo(logits.dtype).eps
     if not torch.allclose(transformed.double(), expected, rtol=8 * eps, atol=8 * eps):
+        said, remedy = "transform= says", "leave it out for that of the model's config"
+        if is_own:
+            said, remedy = "its config says", "give it as transform="
         raise ValueError(
-            f"what the model does to its logits is not {transform}, which its config says: give it "
-            "as transform="
+            f"what the model does to its logits is not {transform}, which {said}: {remedy}"
         )

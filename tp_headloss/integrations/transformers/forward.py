@@ -9,6 +9,7 @@ import types
 from typing import Any
 
 from ..hooks import location
+from .mixed_precision import AUTOCAST_GOES_TOO, expect_autocast
 
 # attribute of a forward that computes its own loss, also behind the wrappers of others: the name of
 # its class
@@ -22,6 +23,7 @@ def stock_forward(model):
     owner = next(cls for cls in type(model).__mro__ if "forward" in vars(cls))
     stock = vars(owner)["forward"]
     own = vars(model).get("forward")
+    expect_autocast(model)
     if "_hf_hook" in vars(model):
         raise ValueError(
             "accelerate's hooks (device_map=, dispatch_model, cpu_offload) move the weights of "
@@ -43,7 +45,8 @@ def _remedy(forward) -> str:
     if hasattr(forward, FUSED):
         return (
             "only one can be in the path, so .remove() that one first. Where nobody has its handle, "
-            "as of a deepcopy or of what torch.load returned, del model.forward takes it off"
+            "as of a deepcopy or of what torch.load returned, del model.forward takes it off "
+            f"({AUTOCAST_GOES_TOO})"
         )
     if is_of_trl(forward):
         if (name := head_below(forward)) is not None:
@@ -51,7 +54,7 @@ def _remedy(forward) -> str:
         return (
             "a trainer of TRL put it there, whose loss is TRL's own: fuse_log_probs(trainer.model) "
             "gives it log-probs from the shard. A HeadLoss needs a transformers.Trainer instead, "
-            "and del model.forward takes TRL's off"
+            f"and del model.forward takes TRL's off ({AUTOCAST_GOES_TOO})"
         )
     return "only one can be in the path, so remove the other one or install this one first"
 
@@ -95,7 +98,7 @@ def without_head_below(name: str) -> str:
     return (
         f"a {name} lies below TRL's head, which never calls it: .remove() it before the trainer is "
         "made. Now del model.forward (PEFT: of its get_base_model()) and then .remove() take both "
-        f"off: make the trainer again{said}"
+        f"off ({AUTOCAST_GOES_TOO}): make the trainer again{said}"
     )
 
 

@@ -13,7 +13,7 @@ from ...head_loss.checks import replicated_facts
 from ...head_loss.output import Observed
 from ...linear_head import Linear
 from ...ranks.shard import VocabShard
-from ...spec import checked
+from ...spec import described, lines_within
 from . import model_parts
 from .check import InstalledForward
 from .forward import named_arguments
@@ -29,7 +29,7 @@ from .model_facts import (
 from .words import refuse_unread
 
 
-@checked
+@described
 def fuse_head(
     model: MaybeAdapted,
     head_loss: HeadLoss | None = None,
@@ -93,8 +93,14 @@ def fuse_head(
             output layer than when the head was installed; keywords and ``num_items_in_batch`` as
             in `causal_lm_loss`.
     """
-    model = without_wrapper(model)
-    return FusedHead(model, head_loss, linear, shard, transform, observe, skip_logits)
+    given = {
+        "head_loss": head_loss,
+        "linear": linear,
+        "transform": transform,
+        "observe": observe,
+        "skip_logits": skip_logits,
+    }
+    return FusedHead(without_wrapper(model), shard, given)
 
 
 class FusedHead(InstalledForward, Observed):
@@ -106,17 +112,16 @@ class FusedHead(InstalledForward, Observed):
 
     skip_logits: bool | None
 
-    def __init__(self, model, head_loss, linear, shard, transform, observe, skip_logits):
-        self.wanted = head_loss, linear, skip_logits
-        super().__init__(model, shard, transform)
+    def __init__(self, model, shard, given):
+        super().__init__(model, shard, lines_within(fuse_head), given)
         self.last = None  # forgets the check's
-        self.head_loss, self.linear, self.skip_logits = vars(self).pop("wanted")
-        self.observe = observe
+        self.head_loss, self.linear = vars(self).pop("wanted")
+        self.skip_logits, self.observe = given["skip_logits"], given["observe"]
 
-    def _checked_arguments(self):
-        head_loss, linear, skip_logits = self.wanted
-        head_loss, linear = model_parts.scalar_head_loss(head_loss), checked_linear(linear)
-        self.wanted = head_loss, linear, skip_logits
+    def _checked_arguments(self, given):
+        head_loss = model_parts.scalar_head_loss(given["head_loss"])
+        linear = checked_linear(given["linear"])
+        self.wanted = head_loss, linear
         # until the check has passed: plain cross-entropy of any number of tokens, and never logits
         self.head_loss = HeadLoss(options=head_loss.options)
         self.linear = dataclasses.replace(linear, max_valid_tokens=None)
@@ -125,7 +130,7 @@ class FusedHead(InstalledForward, Observed):
             "ignore_index": head_loss.ignore_index,
             "options": head_loss.options,
             "linear": linear,
-            "skip_logits": skip_logits,
+            "skip_logits": given["skip_logits"],
         }
 
     def __repr__(self) -> str:

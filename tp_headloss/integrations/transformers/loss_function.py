@@ -17,6 +17,7 @@ from ...ranks.shard import VocabShard
 from ...spec import Instance, checked
 from . import model_parts
 from .forward import FUSED, is_of_trl, named_arguments
+from .mixed_precision import AUTOCAST_GOES_TOO
 from .model_facts import OWN_LOSS_AGAIN, Model, installed_shard, refuse_module_as_loss
 from .words import refuse_unread
 
@@ -172,8 +173,8 @@ def _check_call(model, args, kwargs, outputs) -> Any:
             raise ValueError(
                 f"a trainer of TRL put a forward of its own on this {type(model).__name__}, which "
                 "computes TRL's loss and does not call its loss_function: a HeadLoss needs a "
-                "transformers.Trainer, and del model.forward takes TRL's off; for TRL's own loss "
-                f"{OWN_LOSS_AGAIN}, and fuse_log_probs(trainer.model)"
+                f"transformers.Trainer, and del model.forward takes TRL's off ({AUTOCAST_GOES_TOO}); "
+                f"for TRL's own loss {OWN_LOSS_AGAIN}, and fuse_log_probs(trainer.model)"
             )
         if loss.last is None and not hasattr(model.forward, FUSED):
             raise ValueError(
