@@ -133,7 +133,7 @@ CASES = {
     "weight": ("recompute", "weight", [(27, 5, NAN)], said("weight of id 27", "NaN", 5, "{r}", "1 such id")),
     "bias": ("recompute", "bias", [(27, NAN)], said("bias of id 27", "NaN", 0, "{r}", "1 such id")),
     "teacher": ("teacher", "teacher", [(2, 27, NAN)], said("logits of the teacher of token 2", "NaN", 27, "{r}")),
-    "entries": ("entries", "log_probs", [(2, 1, NAN)], "teacher.log_probs of token 2 (flat index) must be log-probs"),
+    "entries": ("entries", "log_probs", [(2, 1, NAN)], "teacher.log_probs of token 2 (flat index) holds NaN"),
     "teacher's hidden states": (
         "teacher head", "hidden", [(2, 1, NAN)], said("hidden states of the teacher of token 2", "NaN", 1, 0),
     ),
