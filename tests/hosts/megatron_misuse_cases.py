@@ -395,6 +395,8 @@ def attributes_that_are_set_later(group):
     for name in MegatronHead.lines:
         said = f"a MegatronHead is not changed after it was made, got a new '{name}'"
         refused(lambda: setattr(installed.head, name, None), said, AttributeError)  # noqa: B023
+    for name in ("ignor_index", "label_smoothing", "weight"):
+        refused(lambda: setattr(installed.head, name, 1), f"new '{name}'", AttributeError)  # noqa: B023
     refused(lambda: setattr(installed, "head", head_of()), "head", AttributeError)
     run(model)
     return {}
@@ -448,6 +450,33 @@ def layers_that_are_replaced_later(group):
             refused(call, f"a forward of its own, got {type(other).__name__}", TypeError)
         model.output_layer = layer
         call()
+        alone = parallel_state.get_data_parallel_group()  # of this rank by itself
+        with mock.patch.object(layer, "tp_group", alone):
+            refused(call, "its 256 rows, of which this one has 128, got a group of 1")
+        weight = layer.weight
+        layer.weight = torch.nn.Parameter(weight[:64])
+        refused(call, "its 256 rows, of which this one has 64, got a group of 2")
+        layer.weight = None
+        refused(call, "must have share_embeddings_and_output_weights=True of its model")
+        layer.weight = weight
+        call()
+    return {}
+
+
+def layers_that_reduce_otherwise(group):
+    """How dH is added up is what the layer's own forward does, in each combination of its
+    attributes."""
+    for reduces in ({}, {"allreduce_dgrad": False}, {"disable_grad_reduce": True}):
+        for both in (reduces, {**reduces, "disable_grad_reduce": True, "allreduce_dgrad": False}):
+            models = model_of(), model_of()
+            for model in models:
+                vars(model.output_layer).update(both)
+            with install(models[1], head_of()):
+                losses, grads = run(models[1])
+            expected, expected_grads = run(models[0])
+            torch.testing.assert_close(losses, expected)
+            for name, grad in grads.items():
+                torch.testing.assert_close(grad, expected_grads[name], msg=f"{both}: {name}")
     return {}
 
 
@@ -534,6 +563,7 @@ CASES = {
     "attributes that are set later": attributes_that_are_set_later,
     "failures of one rank": failures_of_one_rank,
     "layers that are replaced later": layers_that_are_replaced_later,
+    "layers that reduce otherwise": layers_that_reduce_otherwise,
     "weights of no loss": weights_of_no_loss,
     "arguments of a head": arguments_of_a_head,
     "metrics of depths": metrics_of_depths,

@@ -373,7 +373,7 @@ def aliases(group):
         "num_items": "write num_items_in_batch=",
         "head_input": "write head_inputs=",
         "advantages": 'write head_inputs={"advantages": ..}',
-        "old_log_probs": "write head_inputs={'old_log_prob': ..}",
+        "old_log_probs": 'write head_inputs={"old_log_prob": ..}',
         "loss_mask": "write labels of -100",
         "label_smoothing": "write fuse_head(model, HeadLoss(CrossEntropy(label_smoothing=0.1)))",
         "group": "write fuse_head(model, shard=VocabShard.from_group(group, vocab_size))",

@@ -20,6 +20,8 @@ from ...spec import LABELS, TOKEN_WEIGHT, AnyOf, Instance, Size, checked, sizes_
 from .. import require
 from .layer import (
     computing_instead,
+    expect_rows,
+    expect_weight,
     layer_shard,
     linear_options,
     logits_transform,
@@ -140,7 +142,8 @@ class MegatronHead(Observed):
 
     def __setattr__(self, name, value):
         # one that is set later would act in part, or not at all
-        if "observe" in vars(self) and name in type(self).lines:
+        is_made = "observe" in vars(self)
+        if is_made and (name in type(self).lines or not hasattr(self, name)):
             raise AttributeError(
                 f"a MegatronHead is not changed after it was made, got a new {name!r}: make another "
                 "one with it, and install that"
@@ -321,7 +324,8 @@ class MegatronHead(Observed):
 
     def _linear_arguments(self, weight, layer, labels, config, mode: Mode):
         """Weight, labels [s, b] and keyword arguments of `HeadLoss.linear` for an output layer."""
-        weight = layer.weight if weight is None else weight
+        weight = expect_weight(layer.weight if weight is None else weight)
+        expect_rows(layer, weight)
         self.shard = shard = layer_shard(layer.tp_group, weight.shape[0], self.vocab_size)
         bias, linear = (
             None if layer.skip_bias_add else layer.bias,

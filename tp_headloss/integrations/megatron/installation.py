@@ -23,6 +23,8 @@ from ..replacement import Counted, evaluating, expect_close, replaced
 from .head import MegatronHead, megatron_head
 from .layer import (
     LOSSES_OF,
+    expect_rows,
+    expect_weight,
     group_of_any,
     layer_shard,
     refuse_ignored,
@@ -205,12 +207,7 @@ def _weight(model) -> torch.Tensor:
     """Return the weight [v/P, h] of a model's output layer, which may be that of its embedding."""
     if model.share_embeddings_and_output_weights:
         return model.shared_embedding_or_output_weight()
-    if model.output_layer.weight is None:
-        raise ValueError(
-            "an output layer without a weight of its own must have share_embeddings_and_output_"
-            "weights=True of its model, got False"
-        )
-    return model.output_layer.weight
+    return expect_weight(model.output_layer.weight)
 
 
 def _refuse_weight(weight: torch.Tensor):
@@ -240,12 +237,7 @@ def _refuse_layer(model, fused: bool):
         return
     refuse_options(model.config, layer)
     refuse_ignored(layer)
-    rows, size, ranks = _weight(model).shape[0], layer.output_size, layer.tp_group.size()
-    if rows * ranks != size:
-        raise ValueError(
-            f"the output layer's group must have the ranks that share its {size} rows, of which "
-            f"this one has {rows}, got a group of {ranks}"
-        )
+    expect_rows(layer, _weight(model))
     of_layer, of_config = layer.sequence_parallel, model.config.sequence_parallel
     if layer.tp_group.size() > 1 and of_layer != of_config:
         raise ValueError(

@@ -55,11 +55,32 @@ def layer_shard(group, width: int, vocab_size: int | None) -> VocabShard:
     return VocabShard.from_group(group, padded if vocab_size is None else vocab_size, padded)
 
 
+def expect_weight(weight: torch.Tensor | None) -> torch.Tensor:
+    """Return the weight of an output layer; ValueError where there is none."""
+    if weight is None:
+        raise ValueError(
+            "an output layer without a weight of its own must have share_embeddings_and_output_"
+            "weights=True of its model, got False"
+        )
+    return weight
+
+
+def expect_rows(layer, weight: torch.Tensor):
+    """Raise ValueError unless the ranks of an output layer's group share its rows."""
+    rows, size, ranks = weight.shape[0], layer.output_size, layer.tp_group.size()
+    if rows * ranks != size:
+        raise ValueError(
+            f"the output layer's group must have the ranks that share its {size} rows, of which "
+            f"this one has {rows}, got a group of {ranks}"
+        )
+
+
 def linear_options(linear: Linear, layer, weight: torch.Tensor, mode: Mode) -> Linear:
     """Return `Linear` options that reduce dH and store dW as the output layer would."""
-    partial = (
-        layer.tp_group.size() > 1 and not layer.sequence_parallel and not layer.allreduce_dgrad
-    )
+    # without allreduce_dgrad the layer's forward copies its input, whose backward adds up, unless
+    # disable_grad_reduce leaves that to others
+    reduces = layer.allreduce_dgrad or not layer.disable_grad_reduce
+    partial = layer.tp_group.size() > 1 and not layer.sequence_parallel and not reduces
     how: HiddenGrad = (
         "reduce_scatter" if layer.sequence_parallel else "none" if partial else "all_reduce"
     )
