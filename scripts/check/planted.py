@@ -1052,6 +1052,8 @@ GROUPS = {
         ("call/dtensor.py", "local_logits", "COLUMNS.check('logits', logits, {})", "pass"),
     ],
     "test_clip_grad_norm": [
+        ("modules/clipping.py", "clip_grad_norm_", "trainable and not gradients and missing == trainable", "False"),
+        ("modules/clipping.py", "clip_grad_norm_", "trainable and not gradients and missing == trainable", "missing"),
         ("modules/clipping.py", "clip_grad_norm_", "sum(p.requires_grad for p in distinct)", "0"),
         ("modules/vocab_rows.py", "VocabRows.mark_sharded", "('weight', 'bias')", "self._parameters"),
         ("modules/layers.py", "VocabParallelHead._transform_at", "self.begin_eager_call()", "None"),

@@ -3,6 +3,7 @@ sharded."""
 
 import copy
 import math
+import warnings
 
 import pytest
 import torch
@@ -283,6 +284,17 @@ def test_an_iterator_that_is_used_up_is_an_error():
             ValueError, match=r"yields none: one that was read.*parameters\(\) anew"
         ):
             clip_grad_norm_(parameters, 1.0)
+
+
+def test_no_gradient_at_all_is_a_warning_and_some_are_none():
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
+    with pytest.warns(UserWarning, match="none of 3 trainable parameters has a gradient"):
+        assert clip_grad_norm_(weights, 1.0) == 0
+    weights[1].grad = torch.zeros(2)
+    frozen = [torch.nn.Parameter(torch.ones(2), requires_grad=False)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert clip_grad_norm_(weights, 1.0) == clip_grad_norm_(frozen, 1.0) == 0
 
 
 def test_what_is_not_finite_is_an_error_if_that_is_asked_for():

@@ -8,6 +8,7 @@ import functools
 import os
 import warnings
 from functools import partial
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -267,6 +268,8 @@ def of_a_trainer(group):
     del model.forward
     fuse_head(model)
     refused(lambda: fuse_log_probs(None), "got None: this trainer has no ref_model", TypeError)
+    trainer = SimpleNamespace(model=model)
+    refused(lambda: fuse_log_probs(trainer), "a trainer: pass its .model, and of a ref", TypeError)
     model = AutoModelForCausalLM.from_config(config_of())
     add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
     for few in (("log_probs",), ["is_top1"]):

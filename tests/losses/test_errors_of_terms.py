@@ -286,3 +286,10 @@ def test_a_teacher_whose_statistics_nothing_wants_says_what_to_want():
     given = {"teacher": hl.Teacher(torch.zeros(B, S, V))}
     with pytest.raises(ValueError, match=r"\[\] in want: write want=\('forward_kl',\), of"):
         call(lambda stats, teacher: stats.lse, given)
+
+
+def test_a_schedule_by_assignment_says_how_a_weight_follows_one():
+    head = hl.HeadLoss([hl.CrossEntropy(), hl.ZLoss(1e-3)])
+    with pytest.raises(AttributeError, match=r"got a new 'weight': .*tensor.* weight.fill_\(0.0\)"):
+        head.terms[1].weight = 0.0
+    assert head.terms[1].weight == 1e-3

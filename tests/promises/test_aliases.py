@@ -484,7 +484,7 @@ MESSAGES = {
     ),
     "a list of means": (
         lambda: tp_headloss.mean_metrics([HeadLoss()(LOGITS, LABELS).means()]),
-        "got [Means], whose sum is none: pass out.metrics, or mean_metrics(outputs, group)",
+        "got [Means], whose sum is none: pass the outputs, mean_metrics(outputs, group)",
     ),
     "a teacher to search": (
         lambda: topk_log_probs(tp_headloss.Teacher(LOGITS), 2),

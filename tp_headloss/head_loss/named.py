@@ -126,7 +126,10 @@ class Means(Named):
 
     called = "mean"
     are_means = True
-    remedy = ", whose sum is none: pass out.metrics, or mean_metrics(outputs, group) instead"
+    remedy = (
+        ", whose sum is none: pass the outputs, mean_metrics(outputs, group), or out.metrics to "
+    )
+    remedy += "combine_metrics and reduce_metrics"
 
 
 def _children(found: Named) -> tuple[list, list]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import FrozenInstanceError, dataclass
 from functools import partial
 from typing import Annotated, Literal, TypeAlias
 
@@ -128,6 +128,18 @@ class Term:
                 f"term {self.name!r} takes {whole[0]!r}, which some of the tokens alone do not "
                 f"have, so it is not {promise}: leave out {promise}=True"
             )
+
+
+def _stay_as_made(self, name, value):
+    """Raise FrozenInstanceError, which says how a weight follows a schedule."""
+    raise FrozenInstanceError(
+        f"a Term is not changed after it was made, got a new {name!r}: a weight that follows a "
+        "schedule is a tensor, as in ZLoss(torch.tensor(1e-3)), which weight.fill_(0.0) changes "
+        "after a backward; other terms are assigned, head_loss.terms = [..]"
+    )
+
+
+setattr(Term, "__setattr__", _stay_as_made)  # noqa: B010  # dataclass itself refuses one in the class
 
 
 @checked

@@ -76,6 +76,8 @@ def _expect_model(name, value):
             ": this trainer has no ref_model (with PEFT, or where no KL penalty needs one), so "
             "there is nothing to install"
         )
+    elif isinstance(getattr(value, "model", None), nn.Module):
+        said = ", a trainer: pass its .model, and of a reference its .ref_model"
     raise TypeError(f"{name} must be a model, got {shown(value)}{said}")
 
 
@@ -98,12 +100,14 @@ def fuse_log_probs(
         fused = fuse_log_probs(trainer.model)  # replaces it, with its settings; .remove() puts it back
 
     Fields are [B, S - 1], or [B, S] with ``shift_labels``, replicated, and 0 where the label is -100. log_probs and
-    entropy are differentiable, the others are not. dH, the gradient of the hidden states, is summed over the group here
-    (one all-reduce), because the model's body expects a whole gradient. Without ``fused_lm_head=True``
-    the forward is the model's own, so that generate() works. All ranks of the group install together, and compare their
-    settings. Where None, a setting is that of TRL's head on this model, or without one TRL's default:
-    a temperature of 1.0 then comes with a UserWarning. Below the autocast that accelerate puts around
-    the forward for bf16 or fp16 it is installed and removed at any time.
+    entropy are differentiable, the others are not. dH, the gradient of the hidden states, is summed
+    over the group here (one all-reduce), because the model's body expects a whole gradient. Without
+    ``fused_lm_head=True`` the forward is the model's own, so that generate() works. All ranks of
+    the group install together, and compare their settings: one that does it alone, under
+    ``if rank == 0``, waits until the group's timeout. Where None, a setting is that of TRL's head
+    on this model, or without one TRL's default: a temperature of 1.0 then comes with a UserWarning.
+    Below the autocast that accelerate puts around the forward for bf16 or fp16 it is installed and
+    removed at any time.
 
     Tokens without a label are dropped before the head, by each rank for itself. So each call begins
     with one small all-gather, before the model's body, in which ranks that share a vocabulary compare

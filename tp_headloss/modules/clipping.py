@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from collections.abc import Collection, Iterable, Iterator
 from typing import Annotated, Literal
 
@@ -52,7 +53,8 @@ def clip_grad_norm_(
     sharded, nothing is exchanged or compared.
 
     Args:
-        parameters: of the model; those without a gradient count as 0. ``main_grad`` comes before
+        parameters: of the model; those without a gradient count as 0, and where none has one
+            there is a UserWarning. ``main_grad`` comes before
             ``grad``.
         max_norm: equal on all ranks, as the two below.
         norm_type: p of the p-norm, infinity included, also as "inf".
@@ -110,12 +112,20 @@ def clip_grad_norm_(
             # cut
             norm = torch.linalg.vector_norm(local, norm_type, dtype=torch.float64)
             parts.append(norm.to(device))
+    trainable = sum(p.requires_grad for p in distinct)
+    if trainable and not gradients and missing == trainable:
+        warnings.warn(
+            f"none of {trainable} trainable parameters has a gradient, so that there is nothing to "
+            "clip: was the backward left out, or FSDP2's set_requires_gradient_sync(True) before "
+            "the last micro-batch?",
+            stacklevel=3,
+        )
     total = _norm_over_groups(norms, norm_type)
     numbers = {
         "max_norm": max_norm,
         "norm_type": norm_type,
         "error_if_nonfinite": error_if_nonfinite,
-        TRAINABLE: sum(p.requires_grad for p in distinct),
+        TRAINABLE: trainable,
         MISSING: missing,
     }
     total = _agreed_norm(total, norms, numbers, error_if_nonfinite)

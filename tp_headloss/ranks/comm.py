@@ -230,8 +230,8 @@ def _stack(metrics):
     if "loss" in metrics and terms:  # of mean_metrics, in a plain dict
         raise ValueError(
             f"metrics must be sums by name, got 'loss' beside {terms[0]!r}, which are the names of "
-            "means, whose sum is none: pass out.metrics, or mean_metrics(outputs, group) instead; "
-            "sums of your own need other names"
+            "means, whose sum is none: pass the outputs, mean_metrics(outputs, group), or out.metrics "
+            "to combine_metrics and reduce_metrics; sums of your own need other names"
         )
     for name, value in metrics.items():
         TensorLine("real numbers or bool", ()).check(f"metric {name!r}", value, {})
@@ -311,9 +311,8 @@ def reduce_metrics(metrics: Metrics, group: Group) -> Metrics:
     if group is not None and has_vocab_shard(group.group_name):
         raise ValueError(
             "group must be the data- and context-parallel ranks, which hold different tokens, got "
-            "the group of a VocabShard, whose ranks have the same metrics already; for metrics of "
-            "other tokens on the same ranks, make a group of their own with "
-            "torch.distributed.new_group"
+            "the group of a VocabShard, or another one of its ranks, which have the same metrics "
+            "already; those of other tokens are reduced when no VocabShard of these ranks exists"
         )
     if not metrics:
         return {}
