@@ -284,7 +284,8 @@ def expect_network(given: Job) -> None:
         socket.getaddrinfo(host, None)
     except OSError as error:
         raise ValueError(
-            f"MASTER_ADDR must be the host of rank 0, got {host}, which has no address here: {error}"
+            f"MASTER_ADDR must be the host of rank 0, got {host}, which has no address here: "
+            f"{error}"
         ) from None
     name = "NCCL_SOCKET_IFNAME" if uses_gpus(given) else "GLOO_SOCKET_IFNAME"
     expect_interfaces(name, os.environ.get(name, ""))

@@ -37,9 +37,9 @@ class Sequences(MadeWhole):
     With a ``group`` each of its ranks holds a part of every sequence (context parallelism):
     sequence i is the same on all ranks, though its tokens differ, and B is (ranks with another B
     abort or hang, as in any collective). Every sum over sequences then takes one more small
-    collective, and so does the construction, unless ``lengths`` is given: all ranks make as many, in
-    the same order. Where one has another number of batches, the sums of different batches are added
-    up, silently, and the last ones abort or hang. Then leave ``group`` out, add up the sums of each
+    collective, and so does the construction, unless ``lengths`` is given: all ranks make as many,
+    in the same order. Where one has another number of batches, the sums of different batches are
+    added up, silently, and the last ones abort or hang. Then leave ``group`` out, add up the sums of each
     rank's batches, and all-reduce this [B] once at the end. The group that shares the
     vocabulary, whose ranks hold the same tokens, is a ValueError. In a larger group such ranks
     count once each, which `HeadLoss` refuses and `sum` does not see.

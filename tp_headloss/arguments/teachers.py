@@ -71,9 +71,9 @@ class Teacher(_Tempered):
             not positive has a divergence of NaN.
         student_temperature: divides the student's logits (with bias, scale and softcap, whatever
             ``Transform.temperature`` is); None: the same as the teacher's.
-        beta: the teacher's share of the Jensen-Shannon mixture of ``Distillation(divergence="jsd")``,
-            by default 0.5; at its ends use forward_kl or reverse_kl. A `HeadLoss` in which nothing
-            reads it raises ValueError.
+        beta: the teacher's share of the Jensen-Shannon mixture of
+            ``Distillation(divergence="jsd")``, by default 0.5; at its ends use forward_kl or
+            reverse_kl. A `HeadLoss` in which nothing reads it raises ValueError.
 
     Examples:
         >>> teacher = Teacher(torch.tensor([[0.0, 1.0]]), temperature=2.0)

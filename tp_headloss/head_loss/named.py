@@ -8,6 +8,7 @@ import re
 import torch
 from torch.utils import _pytree
 
+from ..ranks.comm import OF_MEANS
 from ..spec.aliases import hint
 from ..statistics import known_statistics
 from .policy_terms import GeneratorMetrics, PolicyMetrics, call_with_one_token
@@ -126,10 +127,7 @@ class Means(Named):
 
     called = "mean"
     are_means = True
-    remedy = (
-        ", whose sum is none: pass the outputs, mean_metrics(outputs, group), or out.metrics to "
-    )
-    remedy += "combine_metrics and reduce_metrics"
+    remedy = OF_MEANS
 
 
 def _children(found: Named) -> tuple[list, list]:

@@ -33,6 +33,11 @@ from .groups import Group, expect_live, live_group
 from .shard import has_vocab_shard
 
 METRICS = Instance(dict)
+# of the errors for means in the place of sums
+OF_MEANS = (
+    ", whose sum is none: pass the outputs, mean_metrics(outputs, group), or out.metrics to "
+    "combine_metrics and reduce_metrics"
+)
 Metrics: TypeAlias = Annotated[dict[str, torch.Tensor], METRICS, "Scalars by name"]
 
 # torch 2.13 renamed it
@@ -225,13 +230,12 @@ def combine_metrics(
 
 def _stack(metrics):
     if getattr(type(metrics), "are_means", False):
-        raise ValueError(f"metrics must be sums by name, got means{type(metrics).remedy}")
+        raise ValueError(f"metrics must be sums by name, got means{OF_MEANS}")
     terms = [name for name in metrics if str(name).startswith("loss/")]
     if "loss" in metrics and terms:  # of mean_metrics, in a plain dict
         raise ValueError(
             f"metrics must be sums by name, got 'loss' beside {terms[0]!r}, which are the names of "
-            "means, whose sum is none: pass the outputs, mean_metrics(outputs, group), or out.metrics "
-            "to combine_metrics and reduce_metrics; sums of your own need other names"
+            f"means{OF_MEANS}; sums of your own need other names"
         )
     for name, value in metrics.items():
         TensorLine("real numbers or bool", ()).check(f"metric {name!r}", value, {})
