@@ -65,6 +65,17 @@ def test_pages_are_narrow_and_guides_have_few_numbers():
     assert len(BENCHMARKS.splitlines()) <= 120
 
 
+def test_the_page_for_addresses_that_do_not_exist_loads_nothing():
+    """A server shows it at any address below any folder, where no relative path leads anywhere; its
+    links are those of pages, which its script completes by the site's folder."""
+    page = (ROOT / "scripts/docs_theme/404.html").read_text()
+    assert not re.findall(r"<link|src=|@import|url\(", page)
+    links = re.findall(r'href="(/[^"]+)"', page)
+    assert len(links) == page.count("<a href=") > 3
+    for link in links:
+        assert (ROOT / "docs" / link[1:]).with_suffix(".md").exists(), link
+
+
 def test_every_command_that_writes_a_run_can_be_run_again():
     commands = [
         c for c in re.findall(r"torchrun (?:(?!\n\n|\n +torchrun)[^`#])*", TEXT) if "launch/" in c

@@ -125,12 +125,12 @@ def _are_of_one_policy(name: str, other: str) -> bool:
 
 def rows() -> list[str]:
     """Return the table as lines of a page."""
-    out = ["| elsewhere | whose | here |", "|---|---|---|"]
+    out = ["| elsewhere | here | whose |", "|---|---|---|"]
     for x in ROWS:
         names = x.name.replace(", ", "`, `")
         is_synonym = x.of == "value" and not x.write
         ours = f"the same as `{x.ours}`" if is_synonym else f"`{x.write or x.ours}`"
-        out.append(f"| `{names}`{_where(x)} | {x.whose} | {ours} |")
+        out.append(f"| `{names}`{_where(x)} | {ours} | {x.whose} |")
     return out
 
 
