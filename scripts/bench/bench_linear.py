@@ -176,6 +176,32 @@ def gemms(problem, n):
     return step
 
 
+def fp8_gemms(problem):
+    """The logits' product in bf16, and those of dH and dW in fp8, without sums of few bits."""
+    hidden, weight = problem.hidden.detach(), problem.weight.detach()
+    logits = torch.empty(len(hidden), len(weight), device=hidden.device, dtype=hidden.dtype)
+    one = torch.ones((), device=hidden.device)
+
+    def random(rows, columns, dtype):
+        return torch.randn(rows, columns, device=hidden.device, dtype=hidden.dtype).to(dtype)
+
+    def multiply(a, b):
+        return torch._scaled_mm(a, b.t(), one, one, out_dtype=hidden.dtype, use_fast_accum=False)
+
+    (n, depth), width = hidden.shape, len(weight)
+    of_rows, of_columns = (random(*shape, torch.float8_e5m2) for shape in ((n, width), (width, n)))
+    turned_weight, turned_hidden = (
+        random(depth, columns, torch.float8_e4m3fn) for columns in (width, n)
+    )
+
+    def step():
+        torch.mm(hidden, weight.t(), out=logits)
+        multiply(of_rows, turned_weight)
+        multiply(of_columns, turned_hidden)
+
+    return step
+
+
 def differentiated(problem, loss_of):
     def step():
         loss = loss_of(problem.hidden, problem.weight, problem.labels)
@@ -274,6 +300,8 @@ def implementations(problem):
         build = lambda x=valid: with_defaults(problem, x)  # noqa: E731
         rows.append(Implementation("ours, one sweep, valid tokens", 3, build))
     if problem.hidden.dtype == torch.bfloat16:
+        if problem.hidden.is_cuda:
+            rows.append(Implementation("one GEMM and two in fp8", 3, lambda: fp8_gemms(problem)))
         for name, linear in (
             ("one sweep, exact logits", Linear("one_sweep", exact_logits=True)),
             ("fp8 gradients", Linear(gradients="fp8")),
