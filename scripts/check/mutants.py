@@ -61,7 +61,7 @@ def all_bugs() -> list[Bug]:
     return [Bug(number, *bug) for number, bug in enumerate(planted)]
 
 
-@functools.lru_cache(maxsize=1)  # bugs of a module stand together
+@functools.cache
 def functions_of(source: str) -> dict[str, list[ast.AST]]:
     """Definitions by qualified name; there are several where an `if` chooses between them."""
     tree = ast.parse(source)
