@@ -27,6 +27,7 @@ from megatron_cases import (
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from megatron.core.transformer import multi_token_prediction
+from megatron_layer_cases import CASES as LAYERS
 from megatron_misuse_cases import CASES as MISUSES
 from megatron_schedule_cases import CASES as SCHEDULES
 from megatron_schedule_cases import config_for, gpt_chunk, layout, microbatches
@@ -252,4 +253,4 @@ if HAS_HYBRID:
     CASES |= {"soft, mup": soft(use_mup=True, mup_base_hidden_size=16)}
 
 if __name__ == "__main__":  # and all others: one import of Megatron for all
-    main({2: megatron_cases.CASES | CASES | MISUSES, 4: SCHEDULES}, megatron_cases.begin)
+    main({2: megatron_cases.CASES | CASES | LAYERS | MISUSES, 4: SCHEDULES}, megatron_cases.begin)

@@ -1,7 +1,8 @@
 """Megatron-Core, each supported version with its own loss beside ours; the cases are in
 megatron_cases.py, those with its schedules and more than tensor parallelism in
 megatron_schedule_cases.py, and depths of multi-token prediction that learn from the main head in
-megatron_soft_target_cases.py, which runs them all, with the mistakes of megatron_misuse_cases.py."""
+megatron_soft_target_cases.py, which runs them all, with the mistakes of megatron_misuse_cases.py and
+megatron_layer_cases.py."""
 
 import cases
 import pytest
