@@ -142,6 +142,9 @@ def page(name: str) -> str:
     return "\n".join([f"# {GROUPS[name][0]}\n", f"{head}\n", *map(table, groups()[name])])
 
 
+BEHIND_GUIDES = "Reference", "Evidence", "Project"  # sections, in a search
+
+
 def on_config(config):
     """Add the pages to the navigation."""
     (evidence,) = [entry["Evidence"] for entry in config.nav if "Evidence" in entry]
@@ -159,8 +162,11 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, **_):
-    """Lead links to a file of docs/bench to its table; keep pages of mere figures out of the
-    search."""
+    """Lead links to a file of docs/bench to its table; let the search show guides first, and no
+    page of mere figures."""
+    for section in page.ancestors:
+        if section.title in BEHIND_GUIDES:
+            page.meta["search"] = {"boost": 0.2}
     if page.file.src_uri.startswith(("evidence/", "gpu_check")):
         page.meta["search"] = {"exclude": True}
     if page.file.src_uri.startswith("evidence/"):

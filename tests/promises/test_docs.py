@@ -8,6 +8,7 @@ import inspect
 import io
 import json
 import re
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -383,6 +384,28 @@ def test_the_pages_made_of_docs_bench_have_every_row_of_every_file(monkeypatch):
                 )
                 checked += 1
     assert checked > 500
+
+
+def test_a_search_shows_guides_before_reference_and_evidence(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import docs_evidence
+
+    def boost(path, *sections):
+        page = SimpleNamespace(
+            file=SimpleNamespace(src_uri=path),
+            ancestors=[SimpleNamespace(title=title) for title in sections],
+            meta={},
+        )
+        docs_evidence.on_page_markdown("", page)
+        return page.meta.get("search", {}).get("boost", 1)
+
+    behind = "Reference", "Evidence", "Project"
+    nav = (ROOT / "mkdocs.yml").read_text().split("nav:")[1].split("theme:")[0]
+    titles = re.findall(r"^  - (\w+):( #.*)?$", nav, re.M)
+    assert {*behind} < {title for title, _ in titles}
+    for title, _ in titles:
+        assert (boost("page.md", title) < 1) == (title in behind), title
+    assert boost("page.md", "Measurements", "Evidence") < 1 == boost("index.md")
 
 
 PROGRAMS = (ROOT / "docs/guides/programs.md").read_text().replace("\n", " ")
