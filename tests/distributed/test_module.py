@@ -286,7 +286,7 @@ def test_one_document_is_what_no_bounds_are():
             {"cu_seqlens": torch.tensor([0, 4])},
             "every token in the mask must belong to a sequence, got 3",
         ),
-        ({"document_ids": labels[0]}, r"document_ids must have shape \[2, 4\] of labels"),
+        ({"document_ids": labels[0]}, r"document_ids must have shape \[2, 4\] to fit labels"),
     ):
         with pytest.raises(ValueError, match=words):
             hl.multi_token_targets(labels, 2, **given)

@@ -138,7 +138,7 @@ VALUES = {
     ),
     r"ids must be in .* got \[-1\]$": lambda: hl.select_rows(WEIGHT, torch.tensor([-1, 0])),
     r"of one-hot labels pass their .argmax\(-1\)": lambda: hl.HeadLoss()(ROW, ROW.long()),
-    rf"\[1\] of labels, got \[1, {V}\]: of logits pass log_probs\(": lambda: with_head(
+    rf"\[1\] to fit labels, got \[1, {V}\]: of logits pass log_probs\(": lambda: with_head(
         hl.KLToReference(1.0), inputs={"reference_log_prob": ROW}
     ),
     "scale / temperature": lambda: hl.vocab_statistics(
@@ -152,9 +152,9 @@ VALUES = {
     ),
     "is vocab_size=1000 ri": lambda: hl.vocab_statistics(X[:, 1:], shard=SHARD),
     "padded_size=1024": lambda: hl.vocab_statistics(torch.zeros(N, V + 24), shard=SHARD),
-    r"\[1000, 9\] of the shard and hidden states, got \[1000, 8\]": lambda: hl.VocabParallelHead(
-        8, SHARD
-    )(ROW[:, :9]),
+    r"\[1000, 9\] to fit the shard and hidden states, got \[1000, 8\]": lambda: (
+        hl.VocabParallelHead(8, SHARD)(ROW[:, :9])
+    ),
     "for statistics alone, use vocab_statistics or linear": lambda: hl.HeadLoss()(X, None),
     r"labels must have shape \[S\], got \[\]": lambda: hl.CausalLMLoss()(X[0], LABELS[0]),
     r"labels must have shape \[S\], got": lambda: hl.multi_token_targets(LABELS[0], 1),
@@ -181,7 +181,7 @@ VALUES = {
     "'target_logit', 'valid'\\) are always there": lambda: hl.vocab_statistics(
         ROW, want=("log_prob",)
     ),
-    r"labels must have shape \[2, 3\] of the sets, got \[3\]": lambda: SETS.contains(
+    r"labels must have shape \[2, 3\] to fit the sets, got \[3\]": lambda: SETS.contains(
         torch.zeros(3).long()
     ),
     r"weight gets no gradient: pass weight.detach\(\); .* the function of a Term": lambda: hl.Term(

@@ -281,7 +281,7 @@ def arguments_of_another_form(group):
             for wrong in (mask.flatten(), mask.T.contiguous(), mask[:, 1:], mask[0, 0]):
                 refused(lambda: run(model, loss_mask=wrong), "loss_mask must have shape [2, 8]")  # noqa: B023
             for wrong in (labels.flatten(), labels.T.contiguous(), labels[:, 1:], labels[:1]):
-                refused(lambda: run(model, wrong), "labels must have shape [2, 8] of the hidden")  # noqa: B023
+                refused(lambda: run(model, wrong), "labels must have shape [2, 8] to fit the ")  # noqa: B023
             refused(lambda: run(model, labels.float()), "labels must be int64 or int32", TypeError)  # noqa: B023
             run(model, loss_mask=batch()[4])
     model, few = model_of(), labels.clone()

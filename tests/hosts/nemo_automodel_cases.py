@@ -409,8 +409,10 @@ def refusals(group):
             lambda: ours.FusedHeadLoss(reduction="none")(x, y, x[0], loss_weights=y)
         ): "need reduction='sum', got 'none'",
         (lambda: ours.FusedHeadLoss.materialize_lm_weight(both)): "must have the 2 ranks",
-        (lambda: ours.LogitsLoss()(x, y[:, :1])): "must have shape [1, 2] of logits, got [1, 1]",
-        (lambda: ours.LogitsLoss()(x, y.t())): "must have shape [1, 2] of logits, got [2, 1]",
+        (
+            lambda: ours.LogitsLoss()(x, y[:, :1])
+        ): "must have shape [1, 2] to fit logits, got [1, 1]",
+        (lambda: ours.LogitsLoss()(x, y.t())): "must have shape [1, 2] to fit logits, got [2, 1]",
     }.items():
         refused(call, message)
     return {}

@@ -559,7 +559,7 @@ def test_uneven_shards_need_no_vocab_size(cut_at):
         ),
         (
             lambda x, i: skyrl.draft_soft_ce(x, x, torch.ones(1, 1)),
-            r"mask must have shape \[1, 16\] of",
+            r"mask must have shape \[1, 16\] to fit",
         ),
         (
             lambda x, i: nemo_rl.from_parallel_logits_to_logprobs_packed_sequences(

@@ -45,7 +45,14 @@ TRL_CASES = (
     "refusals",
     "failures",
 )
-TRL_CASES += ("documented", "prompts", "heads_below", "of_a_trainer", "prepared")
+TRL_CASES += (
+    "documented",
+    "documented_trainer",
+    "prompts",
+    "heads_below",
+    "of_a_trainer",
+    "prepared",
+)
 
 
 def checked(host, case):

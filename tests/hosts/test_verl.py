@@ -93,7 +93,9 @@ def test_verl_label_mask_temperature_and_what_is_wanted():
     # without a mask they are bad labels
     assert not process(x, label)["log_probs"][~mask].isfinite().any()
     for wrong in (mask[0], mask[:, :1]):
-        with pytest.raises(ValueError, match=r"label_mask must have shape \[2, 6\] of label, got"):
+        with pytest.raises(
+            ValueError, match=r"label_mask must have shape \[2, 6\] to fit label, got"
+        ):
             process(x, label, label_mask=wrong)
     with pytest.raises(ValueError, match="padded_size=104"):
         verl.logits_processor(None, V, padded_size=PADDED, boundaries=[0, PADDED])

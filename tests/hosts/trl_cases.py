@@ -6,6 +6,8 @@ Cases of transformers_cases.py, which begins by importing transformers."""
 import copy
 import functools
 import os
+import subprocess
+import sys
 import warnings
 from functools import partial
 from types import SimpleNamespace
@@ -389,9 +391,22 @@ def documented(group):
     return {}
 
 
+def documented_trainer(group):
+    """The guide's trainer, one process, whose two steps go through the head."""
+    if group.rank() > 0:
+        return {}
+    of_ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    alone = {name: value for name, value in os.environ.items() if name not in of_ranks}
+    command = [sys.executable, "-W", "ignore", "-c", marked_block("host", "trl-trainer")]
+    done = subprocess.run(command, env=alone, capture_output=True, text=True)
+    assert done.stdout.split()[-1:] == ["2"], done.stderr[-2000:]
+    return {}
+
+
 CASES = {
     **{f"trl-{kind}": partial(against_trl, kind=kind) for kind in KINDS},
     "trl-bf16": bf16, "trl-replaced": replaced, "trl-prompts": prompts, "trl-refusals": refusals,
     "trl-heads_below": heads_below, "trl-of_a_trainer": of_a_trainer, "trl-failures": failures,
-    "trl-documented": documented, "trl-prepared": prepared,
+    "trl-documented": documented, "trl-documented_trainer": documented_trainer,
+    "trl-prepared": prepared,
 }  # fmt: skip

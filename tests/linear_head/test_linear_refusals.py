@@ -61,7 +61,7 @@ BAD = {  # others are in tests/helpers/odd_inputs.py
         want=FULL_TEACHER,
         linear=hl.Linear(max_valid_tokens=3),
     ),
-    r"weight must have shape \[width, 24\] of hidden states, got \[200, 5\]": lambda h, w, y: (
+    r"weight must have shape \[width, 24\] to fit hidden states, got \[200, 5\]": lambda h, w, y: (
         hl.linear_vocab_statistics(h, w[:, :5], y)
     ),
     "bias must have shape": lambda h, w, y: hl.linear_vocab_statistics(h, w, y, bias=w[:5, 0]),
@@ -326,7 +326,7 @@ def test_whole_hidden_states_for_a_reduce_scatter_are_said_to_be_gathered():
     for said in on_ranks(2, scattered_whole):
         assert len(said) == 2 and said[0] == said[1]
         assert said[0] == (
-            "labels must have shape [8, 6] of hidden states, which hidden_grad='reduce_scatter' "
+            "labels must have shape [8, 6] to fit hidden states, which hidden_grad='reduce_scatter' "
             "gathers from 2 ranks (whole ones need 'all_reduce'), got [4, 6]"
         )
 

@@ -352,7 +352,7 @@ def bad_selection(group, device, wrong):
         ),
         (
             "shard",
-            "must shard the 50 ids, got a shard of 49",
+            r"must shard the 50 ids, got a shard of 49: pass those of `to`, torch.arange\(49\) if they",
         ),
     ],
 )
@@ -469,6 +469,12 @@ def call_with(h, w, y, t, **fields):
     return hl.linear_vocab_statistics(h, w, y, teacher=replace(t, **fields), want=("forward_kl",))
 
 
+def test_fewer_ids_than_to_shards_are_told_the_shard_of_theirs():
+    to = hl.VocabShard.from_group(None, 9)
+    with pytest.raises(ValueError, match=r"of these it is VocabShard.from_group\(group, 8\)"):
+        hl.select_rows(torch.zeros(9, 2), torch.arange(8), to=to)
+
+
 BAD = {  # others are in tests/promises/test_spec.py
     "TeacherHead is for linear heads, got logits: use HeadLoss.linear": lambda h, w, y, t: (
         hl.vocab_statistics(h @ w.t(), y, teacher=t, want=FULL_TEACHER)
@@ -476,10 +482,10 @@ BAD = {  # others are in tests/promises/test_spec.py
     "use HeadLoss.linear": lambda h, w, y, t: hl.HeadLoss([hl.Distillation()])(
         h @ w.t(), y, inputs={"teacher": t}
     ),
-    r"teacher\.weight must have shape \[200, H_t\] of the student's, got \[9, 17\]": (
+    r"teacher\.weight must have shape \[200, H_t\] to fit the student, got \[9, 17\]": (
         lambda h, w, y, t: call_with(h, w, y, t, weight=t.weight[:9])
     ),
-    r"teacher\.weight must have shape \[width, 9\] of teacher.hidden": (
+    r"teacher\.weight must have shape \[width, 9\] to fit teacher.hidden": (
         lambda h, w, y, t: call_with(h, w, y, t, hidden=t.hidden[:, :9])
     ),
     r"got \[9, 17\]": lambda h, w, y, t: call_with(h, w, y, t, hidden=t.hidden[:9]),
@@ -489,7 +495,7 @@ BAD = {  # others are in tests/promises/test_spec.py
     "one dtype": lambda h, w, y, t: call_with(h, w, y, t, hidden=t.hidden.half()),
     r"teacher\.bias must have": lambda h, w, y, t: call_with(h, w, y, t, bias=y.float()),
     "serves the statistics": lambda h, w, y, t: hl.linear_vocab_statistics(h, w, y, teacher=t),
-    r"teacher\.temperature must have shape \[44\] of hidden states, got \[3\]": (
+    r"teacher\.temperature must have shape \[44\] to fit hidden states, got \[3\]": (
         lambda h, w, y, t: call_with(h, w, y, t, temperature=torch.ones(3))
     ),
     "temperature of a TeacherHead is its own": lambda h, w, y, t: replace(

@@ -204,16 +204,16 @@ SHARD, TERM = (
     Term("own", lambda stats: stats.set_log_prob, want=("set_log_prob",)),
 )
 REMEDIES = {
-    r"temperature must have shape \[2, 3\] of logits, got \[\]: pass its .expand\(2, 3\)": lambda: (
+    r"temperature must have shape \[2, 3\] to fit logits, got \[\]: pass its .expand\(2, 3\)": lambda: (
         HeadLoss()(X, IDS, transform=Transform(temperature=torch.tensor(2.0)))
     ),
-    r"temperature must have shape \[2, 3\] of logits, got \[6\]: pass its .reshape\(2, 3\)": lambda: (
+    r"temperature must have shape \[2, 3\] to fit logits, got \[6\]: pass its .reshape\(2, 3\)": lambda: (
         HeadLoss()(X, IDS, transform=Transform(temperature=torch.ones(B * S)))
     ),
-    r"temperature must have shape \[2, 3\] of logits, got \[2, 3, 1\]: pass its .reshape": lambda: (
+    r"temperature must have shape \[2, 3\] to fit logits, got \[2, 3, 1\]: pass its .reshape": lambda: (
         HeadLoss()(X, IDS, transform=Transform(temperature=torch.ones(B, S, 1)))
     ),
-    r"temperature must have shape \[2, 3\] of logits, got \[2, 1\]: pass its .expand\(2, 3\)": lambda: (
+    r"temperature must have shape \[2, 3\] to fit logits, got \[2, 1\]: pass its .expand\(2, 3\)": lambda: (
         HeadLoss()(X, IDS, transform=Transform(temperature=torch.ones(B, 1)))
     ),
     "mask must be bool, got torch.float32: of a mask of 0 and 1 pass mask != 0$": lambda: (
@@ -311,7 +311,7 @@ def test_labels_of_other_tokens_are_named_before_what_is_compared_with_them(shap
     if way == "hidden":
         call, given, of = head.linear, (X, torch.zeros(4, 4), labels), "hidden states"
     weight = MASK if way == "weighted" else None
-    with pytest.raises(ValueError, match=rf"^labels must have shape \[2, 3\] of {of}, got"):
+    with pytest.raises(ValueError, match=rf"^labels must have shape \[2, 3\] to fit {of}, got"):
         call(*given, inputs=inputs | {"reference_log_prob": ZEROS}, token_weight=weight)
 
 

@@ -133,7 +133,8 @@ def test_a_log_prob_per_row_is_refused_also_where_no_function_says_what_the_inpu
                 "sequences": hl.Sequences.from_mask(mask),
             }
             with pytest.raises(
-                ValueError, match=rf"'old_log_prob' must have shape \[4, 7\] of labels, got {size}"
+                ValueError,
+                match=rf"'old_log_prob' must have shape \[4, 7\] to fit labels, got {size}",
             ):
                 head(x, labels, inputs=given | wrong)
 

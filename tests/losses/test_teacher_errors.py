@@ -81,6 +81,43 @@ MISPLACED = {
         lambda: distilled(hl.TopKTeacher(TOP.ids.T, TOP.log_probs.T), hl.TopKDistillation()),
         "transposed? Pass its .T",
     ),
+    "hidden states for logits": (
+        lambda: from_hidden(hl.Teacher(HIDDEN)),
+        "to fit hidden states, got [4, 3]: hidden states of the teacher? Pass TeacherHead(hidden, w",
+    ),
+    "hidden states beside logits": (
+        lambda: distilled(hl.Teacher(HIDDEN)),
+        "to fit logits, got [4, 3]: hidden states of the teacher? Pass Teacher(F.linear(hidden, its",
+    ),
+    "a tail that nobody has": (
+        lambda: distilled(
+            hl.TopKTeacher(TOP.ids, TOP.log_probs, tail_log_prob=LOGITS[:, 0]),
+            hl.TopKDistillation(support="tail"),
+        ),
+        "leaves no tail, got a tail_log_prob: pass renormalize=False with it",
+    ),
+    "no tail": (
+        lambda: distilled(
+            hl.TopKTeacher(TOP.ids, TOP.log_probs), hl.TopKDistillation(support="tail")
+        ),
+        "write TopKTeacher(.., tail_log_prob=.., renormalize=False)",
+    ),
+    "alone": (
+        lambda: hl.HeadLoss([hl.Distillation()])(LOGITS, LABELS, inputs=hl.Teacher(LOGITS)),
+        "a dict of inputs by name, or None, got Teacher: a loss takes it as inputs={'teacher': ..}",
+    ),
+    "sequences alone": (
+        lambda: hl.HeadLoss()(LOGITS, LABELS, inputs=hl.Sequences.from_mask(LABELS[None] >= 0)),
+        "or None, got Sequences: a loss takes them as inputs={'sequences': ..}",
+    ),
+    "sets alone": (
+        lambda: hl.HeadLoss()(LOGITS, LABELS, inputs=hl.IdSets(LABELS[:, None])),
+        "or None, got IdSets: a loss takes them as inputs={'sets': ..}",
+    ),
+    "losses for logits": (
+        lambda: hl.HeadLoss()(LOGITS[:, 0], LABELS),
+        "logits must be [*[4], V] for these labels, got [4]: of losses, or log-probs of the ",
+    ),
     "fewer ids": (lambda: distilled(hl.Teacher(LOGITS[:, 1:])), "F.pad(.., (0, 1), value=-torch"),
     "saved": (lambda: hl.TopKTeacher(**TOP._asdict()), 'TopKTeacher(d["ids"], d["log_probs"], ..)'),
     "float64": (lambda: distilled(hl.Teacher(LOGITS.double())), "float64: pass its .float()"),
@@ -106,6 +143,34 @@ def test_what_is_no_teacher_or_in_the_wrong_place_is_told_what_to_write(case):
     with pytest.raises((TypeError, ValueError)) as error:
         call()
     assert write in str(error.value)
+
+
+def test_columns_without_a_shards_padding_are_no_hidden_states():
+    """Even where most of the shard is padding: 3 columns of 8."""
+    shard = hl.VocabShard.from_group(None, 3, padded_size=8)
+    head, teacher = hl.HeadLoss([hl.Distillation()]), hl.Teacher(LOGITS[:, :3])
+    with pytest.raises(ValueError, match=r"without the shard's padding\? Pass F.pad"):
+        head(LOGITS, LABELS.clamp(max=2), shard=shard, inputs={"teacher": teacher})
+
+
+def teacher_of_the_whole_sequence(group, device):
+    shard = hl.VocabShard.from_group(group, V)
+    hidden, labels = torch.randn(2, 3), torch.arange(4)  # of 4 tokens, 2 on each rank
+    rows = torch.randn(shard.width, 3)
+    linear = hl.Linear(hidden_grad="reduce_scatter")
+    inputs = {"teacher": hl.TeacherHead(torch.randn(4, 3), rows)}
+    head = hl.HeadLoss([hl.Distillation()])
+    with pytest.raises(ValueError) as error:
+        head.linear(hidden, rows, labels, shard=shard, linear=linear, inputs=inputs)
+    return str(error.value)
+
+
+def test_a_teachers_whole_sequence_beside_parts_of_the_students_is_told_to_pass_a_part():
+    for said in on_ranks(2, teacher_of_the_whole_sequence):
+        assert said == (
+            "teacher.hidden must be this rank's part [2, H_t], got [4, 3]: with "
+            "hidden_grad='reduce_scatter' pass this rank's part of its first dimension"
+        )
 
 
 def own_share(stats, teacher):

@@ -593,11 +593,11 @@ MESSAGES = {
     ),
     "transposed labels": (
         lambda: HeadLoss()(LOGITS, LABELS.T),
-        "labels must have shape [2, 5] of logits, got [5, 2]: transposed? Pass its .T",
+        "labels must have shape [2, 5] to fit logits, got [5, 2]: transposed? Pass its .T",
     ),
     "labels by rows of flat logits": (
         lambda: HeadLoss()(LOGITS.flatten(0, 1), LABELS),
-        "labels must have shape [10] of logits, got [2, 5]: pass its .reshape(10)",
+        "labels must have shape [10] to fit logits, got [2, 5]: pass its .reshape(10)",
     ),
     "labels and weight swapped": (
         lambda: HeadLoss().linear(LOGITS, LABELS, LOGITS[0]),
@@ -697,7 +697,7 @@ MESSAGES = {
     ),
     "hidden states of another width": (
         lambda: MADE.linear(LOGITS, torch.ones(7, 9), LABELS),
-        "weight must have shape [width, 11] of hidden states, got [7, 9]: or pass hidden "
+        "weight must have shape [width, 11] to fit hidden states, got [7, 9]: or pass hidden "
         "states [.., 9]",
     ),
     "a tied weight without padding": (
@@ -706,7 +706,8 @@ MESSAGES = {
             VocabShard.from_group(None, 53, padded_size=64),
             weight=torch.nn.Parameter(torch.ones(53, 4)),
         ),
-        "weight must be [64, 4], this rank's rows with padding (padded_size=64), got [53, 4]",
+        "weight must be [64, 4], this rank's rows with padding (padded_size=64), got [53, 4]: make "
+        "the module that owns it with the same shard",
     ),
     "a set of metrics": (lambda: HeadLoss(metrics={"rank"}), "got set: write a list"),
 }

@@ -133,7 +133,7 @@ MESSAGES = {
     "a table of bytes": (with_bytes(torch.ones(V)), f"got [11]: {OF_LABELS}"),
     "a transposed weight, whose rows are not known": (
         lambda: HeadLoss().linear(HIDDEN, WEIGHT.t(), LABELS),
-        "weight must have shape [width, 4] of hidden states, got [4, 11]",
+        "weight must have shape [width, 4] to fit hidden states, got [4, 11]",
     ),
     "no logits": (lambda: log_probs(None, LABELS), OF_FUSED_HEAD),
     "no logits of a loss": (lambda: HeadLoss()(None, LABELS), OF_FUSED_HEAD),
@@ -209,6 +209,10 @@ MESSAGES = {
     "sums of a generator": (
         lambda: combine_metrics(out.metrics for out in [OUT]),
         "must be a tuple or list, got generator: pass list(..) of it",
+    ),
+    "outputs as sums": (
+        lambda: combine_metrics([OUT]),
+        "must be a dict, got HeadLossOutput: pass its .metrics",
     ),
     "statistics of a generator": (
         lambda: Metric(lambda stats: {"rank": stats.rank}, want=(x for x in ["rank"])),

@@ -47,7 +47,8 @@ def test_ids_that_are_not_of_the_tokens_are_named(shape):
     head = HeadLoss([Term("soft", _of_ids, want=("log_probs_at",), inputs=("weights",))])
     given = {"ids": torch.zeros(shape, dtype=torch.int64), "weights": torch.ones(2, 3)}
     with pytest.raises(
-        ValueError, match=re.escape(f"ids must have shape [2, 3, K] of logits, got {list(shape)}")
+        ValueError,
+        match=re.escape(f"ids must have shape [2, 3, K] to fit logits, got {list(shape)}"),
     ):
         head(torch.zeros(2, 3, V), torch.zeros(2, 3, dtype=torch.int64), inputs=given)
 

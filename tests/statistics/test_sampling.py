@@ -452,14 +452,14 @@ def test_no_tokens_have_no_samples(world_size):
 
 X, POSITIONS = torch.zeros(2, 5), torch.arange(2)
 WRONG = {  # others are in tests/helpers/odd_inputs.py and tests/promises/test_spec.py
-    r"top_k must have shape \[2\] of logits, got \[3\]": lambda: kept_ids(
+    r"top_k must have shape \[2\] to fit logits, got \[3\]": lambda: kept_ids(
         X, SamplingRule(top_k=torch.ones(3).long())
     ),
     "top_k must be int64 or int32": lambda: kept_ids(X, SamplingRule(top_k=torch.ones(2))),
     "top_p must be floating point, got torch.int64": lambda: kept_ids(
         X, SamplingRule(top_p=POSITIONS)
     ),
-    r"positions must have shape \[2\] of logits, got \[1\]": lambda: sample(
+    r"positions must have shape \[2\] to fit logits, got \[1\]": lambda: sample(
         X, seed=0, positions=POSITIONS[:1]
     ),
     "must have the shard's 6 columns": lambda: kept_ids(

@@ -141,7 +141,7 @@ def test_hidden_states_and_a_weight_are_as_good_as_logits(world_size, monkeypatc
         torch.testing.assert_close(tail.double(), others, rtol=1e-5, atol=1e-5)
     assert topk_log_probs(torch.ones(4), 2, weight=torch.eye(4)).lse.shape == ()
     with pytest.raises(
-        ValueError, match=r"weight must have shape \[width, 4\] of .*, got \[8, 5\]"
+        ValueError, match=r"weight must have shape \[width, 4\] to fit .*, got \[8, 5\]"
     ):
         topk_log_probs(torch.ones(3, 4), 2, weight=torch.ones(8, 5))
 

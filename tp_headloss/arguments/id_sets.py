@@ -60,6 +60,7 @@ class IdSets:
     """
 
     called = "sets."  # in messages
+    remedy = ": a loss takes them as inputs={'sets': ..} of the call, vocab_statistics as sets="
     of_tensor = ": write IdSets(ids)"
     ids: Annotated[torch.Tensor, TensorLine("int64 or int32", ("..", "K"))]
     mask: Annotated[torch.Tensor, TensorLine("bool", ("..", "K"))] | None = None

@@ -70,6 +70,7 @@ class Sequences(MadeWhole):
         ([3.0, 4.0], [1.5, 4.0])
     """
 
+    remedy = ": a loss takes them as inputs={'sequences': ..} of the call"
     of_tensor = ": write Sequences.from_mask(mask), with mask such as labels != -100"
     made_anew = "Sequences.from_mask(mask[..])"
     of_tokens = ": make it of a mask in the labels' shape, such as labels != -100"

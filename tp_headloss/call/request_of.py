@@ -198,6 +198,12 @@ def expect_labels_of_tokens(given: Given):
     """
     x, lead = given.tokens, given.tokens_shape
     if given.linear is None:
+        if x.dim() and x.shape == getattr(given.labels, "shape", None):
+            raise ValueError(
+                f"logits must be [*{list(x.shape)}, V] for these labels, got {list(x.shape)}: of "
+                "losses, or log-probs of the labels, pass the logits that they were made of; of "
+                "one-hot labels pass their .argmax(-1)"
+            )
         if _vocabulary_is_second(x, given.labels):
             raise ValueError(
                 f"logits must be [*{list(x.shape[:1] + x.shape[2:])}, V], the vocabulary "
@@ -362,4 +368,7 @@ def _validate_entries(teacher):
             "transform=Transform(temperature=T)), and pass student_temperature=T instead"
         )
     if teacher.renormalize and teacher.tail_log_prob is not None:
-        raise ValueError("renormalize=True leaves no tail, got a tail_log_prob")
+        raise ValueError(
+            "renormalize=True leaves no tail, got a tail_log_prob: pass renormalize=False with it, "
+            "or leave it out"
+        )

@@ -129,9 +129,7 @@ def local_arguments(tokens, given: Given, token_weight, denominator, inputs):
     """Replace DTensors of a loss's arguments by this rank's part. tokens: as the caller gave them;
     given: local."""
     if inputs is not None and not isinstance(inputs, Mapping):
-        raise TypeError(
-            f"inputs must be a dict of inputs by name, or None, got {type(inputs).__name__}"
-        )
+        raise TypeError(f"inputs must be a dict of inputs by name, or None, got {shown(inputs)}")
     hidden_grad = "all_reduce" if given.linear is None else given.linear.hidden_grad
     local = partial(local_part, shard=given.shard, hidden_grad=hidden_grad, tokens=tokens)
     for name, x in (inputs or {}).items():  # before anyone reads sizes

@@ -27,6 +27,9 @@ def Distillation(
     """Divergence from a teacher's whole distribution. Input: "teacher", a `Teacher` with its
     temperatures.
 
+    Labels of the call say which tokens count: without a term that reads them, any id where a token
+    counts, and the ignore_index elsewhere. A mask of 0 and 1 in their place counts every token.
+
     Args:
         divergence: "forward_kl" = KL(teacher || student); "reverse_kl" = KL(student || teacher),
             inf where the teacher's logits have -inf and the student's do not, as after top-k;
@@ -179,7 +182,7 @@ def _topk_distillation(divergence, support, outside_log_prob, temperature_square
     if support == "tail" and teacher.renormalize:
         raise ValueError(
             "support='tail' needs a TopKTeacher with renormalize=False, got True, which leaves no "
-            "tail"
+            "tail: write TopKTeacher(.., tail_log_prob=.., renormalize=False)"
         )
     min_tail = 1e-6 if divergence == "reverse_kl" else 0.0
     tail = losses.log_tail(stats, teacher.tail_log_prob, min_tail) if support == "tail" else None

@@ -172,7 +172,10 @@ class HeadLoss(nn.Module):
         """Loss of logits [.., width] sharded on V, labels [..] replicated -> `HeadLossOutput`,
         replicated.
 
-        Forward: one collective. Backward: no communication.
+        Forward: one collective. Backward: no communication. All ranks of the shard's group call with
+        equal numbers of tokens, in one order. Nothing compares these without
+        ``Options(validate="full")``: a rank with no tokens, or a call that it leaves out, makes its
+        later exchanges meet other calls, and losses are wrong or wait.
 
         Args:
             logits, labels, shard, transform: as in `vocab_statistics`.
@@ -375,7 +378,8 @@ class HeadLoss(nn.Module):
         """Loss of the logits hidden @ weight^T + bias, which never exist as a whole ->
         `HeadLossOutput`, replicated.
 
-        Collective forward and, but for one sweep, backward. One sweep, where the forward computes
+        Collective forward and, but for one sweep, backward, which all ranks call with equal numbers
+        of tokens, in one order, as in `forward`. One sweep, where the forward computes
         the gradients, needs: a reduction other than "none"; terms that are `Term.tokenwise`, as
         built-in terms are unless they take "sequences" or look at all tokens; a denominator from
         the caller for terms with a `Term.token_weight`, such as class weights beside another term;

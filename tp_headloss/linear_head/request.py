@@ -48,7 +48,7 @@ class LinearRequest(NamedTuple):
             hidden = hidden.contiguous()  # ranks agree on the order of the tokens they gather
         logits = hidden.new_empty((), dtype=dtype).expand(*given.tokens_shape, given.shard.width)
         if isinstance(teacher, TeacherHead):
-            expect_teacher_head(teacher, hidden, logits, given.shard)
+            expect_teacher_head(teacher, hidden, logits, given.shard, is_scattered)
             expect_not_swapped(teacher.hidden, (hidden, weight, given.transform.bias))
         given = given._replace(logits=logits, teacher=stand_in(teacher, logits))
         # the first valid tokens are kept

@@ -12,11 +12,13 @@ from ..spec import lines_within, sizes_of
 from ..spec.checks import operand_dtype
 
 
-def expect_teacher_head(head: TeacherHead, hidden, logits, shard):
+def expect_teacher_head(head: TeacherHead, hidden, logits, shard, scattered: bool):
     """Raise TypeError or ValueError unless the head fits the student's.
 
-    hidden: the student's, for the layout of the tokens; logits: a stand-in for the student's [..,
-    width].
+    Args:
+        hidden: the student's, for the layout of the tokens.
+        logits: a stand-in for the student's [.., width].
+        scattered: each rank has its own part of the hidden states.
     """
     if head.hidden.shape[:1] == (shard.width,) != head.weight.shape[:1]:
         raise ValueError(
@@ -24,7 +26,14 @@ def expect_teacher_head(head: TeacherHead, hidden, logits, shard):
             f"{list(head.weight.shape)}: the order is TeacherHead(hidden, weight)"
         )
     lead = hidden.shape[:-1]
-    sizes = sizes_of("the student's", hidden, lead, width=logits.shape[-1], shard=shard)
+    if scattered and head.hidden.shape[:-1] == (lead[0] * shard.world_size, *lead[1:]) != lead:
+        part = ", ".join(map(str, lead))
+        raise ValueError(
+            f"teacher.hidden must be this rank's part [{part}, H_t], got "
+            f"{list(head.hidden.shape)}: with hidden_grad='reduce_scatter' pass this rank's part of "
+            "its first dimension"
+        )
+    sizes = sizes_of("the student", hidden, lead, width=logits.shape[-1], shard=shard)
     for name, x in (
         ("weight", head.weight),
         ("hidden", head.hidden),

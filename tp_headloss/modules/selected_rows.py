@@ -41,6 +41,13 @@ def _expect_distinct(ids: torch.Tensor, shard: VocabShard):
     )
 
 
+def _hint_of_other_ids(given: int, expected: int) -> str:
+    """Return what to pass where `to` shards another number of ids than were given."""
+    if given > expected:
+        return f": pass those of `to`, torch.arange({expected}) if they are the first"
+    return f": of these it is VocabShard.from_group(group, {given})"
+
+
 @torch.no_grad()
 @described
 def select_rows(
@@ -105,7 +112,10 @@ def select_rows(
         is_given = to is not None  # else its group is that of the weight
         to = to or VocabShard.from_group(shard.group, len(ids))
         if to.vocab_size != len(ids):
-            raise ValueError(f"`to` must shard the {len(ids)} ids, got a shard of {to.vocab_size}")
+            raise ValueError(
+                f"`to` must shard the {len(ids)} ids, got a shard of {to.vocab_size}"
+                f"{_hint_of_other_ids(len(ids), to.vocab_size)}"
+            )
         if weight.is_meta or ids.is_meta:
             raise ValueError("weight and ids must have values, got tensors on meta")
         ids = ids.to(weight.device, torch.int64)

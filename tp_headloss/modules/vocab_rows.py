@@ -83,9 +83,12 @@ class VocabRows(nn.Module):
             expected = shard.padded_size if is_dtensor(weight) else rows
             if weight.shape != (expected, hidden_size):
                 whose = "the DTensor of all rows" if is_dtensor(weight) else "this rank's rows"
+                has_other_rows = weight.shape[1:] == (hidden_size,)
                 raise ValueError(
                     f"weight must be [{expected}, {hidden_size}], {whose} with padding "
                     f"(padded_size={shard.padded_size}), got {list(weight.shape)}"
+                    + ": make the module that owns it with the same shard"
+                    * has_other_rows
                 )
             _expect_nothing_of_its_own(weight, init, device, dtype)
             device, dtype = weight.device, weight.dtype  # of the bias

@@ -27,12 +27,22 @@ from torch._C._distributed_c10d import (
 from torch.distributed.distributed_c10d import _get_default_store as _default_store
 from torch.distributed.distributed_c10d import _get_process_group_store as _store_of
 
-from ..spec import Instance, TensorLine, TupleOf, checked
+from ..spec import CheckedBy, TensorLine, TupleOf, checked
+from ..spec.words import type_name
 from .compiler import constant_for_compile
 from .groups import Group, expect_live, live_group
 from .shard import has_vocab_shard
 
-METRICS = Instance(dict)
+
+def _expect_sums(name: str, value):
+    """Raise TypeError unless these are sums by name, with what to write for an output that has
+    them."""
+    if not isinstance(value, dict):
+        said = ": pass its .metrics" * hasattr(value, "sequence_metrics")
+        raise TypeError(f"{name} must be a dict, got {type_name(value, said)}")
+
+
+METRICS = CheckedBy("`dict`", _expect_sums)
 # of the errors for means in the place of sums
 OF_MEANS = (
     ", whose sum is none: pass the outputs, mean_metrics(outputs, group), or out.metrics to "

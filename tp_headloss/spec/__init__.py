@@ -128,7 +128,7 @@ PenaltyWeight: TypeAlias = (
     Annotated[
         float,
         NumberLine(0, FP32_MAX, "at least 0 and finite in fp32", OWN_TERM),
-        "Factor of the term in the loss",
+        "Factor of the term in the loss; the sign of a tensor is not looked at",
     ]
     | Annotated[torch.Tensor, TERM_WEIGHT]
 )

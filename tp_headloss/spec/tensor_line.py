@@ -38,6 +38,8 @@ TOKEN_PARTS = "weight", "log_prob", "logits"
 OF_FUSED_HEAD = (
     ": a model with a fused head makes logits in eval() under torch.no_grad(), or without labels"
 )
+OF_TEACHER_HEAD = ": hidden states of the teacher? Pass TeacherHead(hidden, weight)"
+OF_TEACHER_LOGITS = ": hidden states of the teacher? Pass Teacher(F.linear(hidden, its weight))"
 CASTS = {"int64 or int32": ".long()", "real numbers": ".float()"}
 # .bool() would make True of labels of -100, and of the -inf of a mask that is added to scores
 OF_A_MASK = ": of a mask of 0 and 1 pass mask != 0"
@@ -170,12 +172,13 @@ class TensorLine:
                     f"dimensions, got {list(x.shape)}: {self._broadcast_hint(x, expected)}"
                 )
             shape = ", ".join(str(known.get(symbol, symbol)) for symbol in (*lead, *tail))
-            of = " of " * bool(setters) + " and ".join(setters)
+            fits = " to fit " * bool(setters) + " and ".join(setters)
             shard = sizes.get("shard", (None, ""))[0]
             wanted = (*lead, *((known | numbers).get(symbol) for symbol in tail))
-            said = self._transposed_hint(x, wanted) or self._columns_hint(x, expected, shard)
+            said = self._transposed_hint(x, wanted) or self._hidden_hint(x, expected, sizes)
+            said = said or self._columns_hint(x, expected, shard)
             said = said or self._shape_hint(x, lead, expected)
-            raise ValueError(f"{name} must have shape [{shape}]{of}, got {list(x.shape)}{said}")
+            raise ValueError(f"{name} must have shape [{shape}]{fits}, got {list(x.shape)}{said}")
         for symbol, size in own_tail.items():
             if isinstance(symbol, str):
                 sizes.setdefault(symbol, (size, name))
@@ -225,6 +228,19 @@ class TensorLine:
             return ""
         fits = all(size in (None, own) for size, own in zip(wanted, x.shape[::-1]))
         return ": transposed? Pass its .T" * fits
+
+    def _hidden_hint(self, x, expected, sizes) -> str:
+        """Return what to pass in the place of a teacher's hidden states, which have the tokens, and
+        far fewer numbers for each than there are ids."""
+        shard = sizes.get("shard", (None, ""))[0]
+        is_of_teacher = self.sharded == -1 and ".." in (self.shape or ()) and shard is not None
+        if not is_of_teacher or x.shape[:-1] != expected[:-1]:
+            return ""
+        size = x.shape[-1]
+        if 2 * size >= shard.width or size == shard.valid_width:
+            return ""
+        is_of_head = sizes[".."][1].startswith("hidden states")
+        return OF_TEACHER_HEAD if is_of_head else OF_TEACHER_LOGITS
 
     def _columns_hint(self, x, expected, shard) -> str:
         """Return what to pass in the place of a tensor with other columns, or rows, than the
