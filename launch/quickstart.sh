@@ -5,6 +5,10 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../scripts/arguments.sh"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+case ${1:-} in
+    "" | -*) ;;
+    *) echo "quickstart: expected options of launch/train.py, such as --steps 50, got $1" >&2; exit 2 ;;
+esac
 bash scripts/setup.sh train
 python=.venv/bin/python
 out=runs/quickstart

@@ -3,6 +3,10 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/arguments.sh"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+case ${1:-} in
+    "" | -*) ;;
+    *) [ -e "${1%%::*}" ] || { echo "test: expected options and tests of pytest, got $1, which is not here" >&2; exit 2; } ;;
+esac
 unset PYTHONDONTWRITEBYTECODE  # hundreds of processes import the same files
 bash scripts/setup.sh test train docs dev
 export OMP_NUM_THREADS=1

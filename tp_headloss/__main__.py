@@ -18,23 +18,29 @@ write.
 import argparse
 import contextlib
 import importlib
-import importlib.util
 import os
 import platform
-import socket
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 from . import CrossEntropy, Distillation, HeadLoss, Teacher, VocabShard, ZLoss, __version__, plan
-from .engine.backend import version_numbers
+from .engine.backend import is_not_installed, version_numbers
 from .engine.transports.symmetric_memory import obstacle
 from .integrations import TESTED, installed_version, standing
+from .meeting import (
+    START,
+    Job,
+    agent_has_store,
+    expect_network,
+    expect_store,
+    job,
+    uses_gpus,
+)
 from .ranks.comm import gather_objects, group_size, say_presence, silent_ranks
 from .version import FOLDER, digest_of_sources
 
@@ -45,21 +51,16 @@ TOLERANCE = 1e-5  # of fp32, relative to the largest element
 WAIT = timedelta(minutes=2)
 # how long a rank whose collective has ended asks which others are there
 ROLL_CALL = 10.0  # seconds
-OF_A_RANK = "RANK", "LOCAL_RANK"
-START = (
-    "write torchrun --standalone --nproc-per-node N -m tp_headloss, or unset WORLD_SIZE, "
-    f"{' and '.join(OF_A_RANK)} to check one process"
-)
 NO_TRITON = "not installed"
 
 
 def version_of_triton() -> str:
     """Return the version of the Triton that an import finds here, or what stands in its way."""
-    if importlib.util.find_spec("triton") is None:
-        return NO_TRITON
     try:
         return importlib.import_module("triton").__version__
     except Exception as error:  # a RuntimeError where it finds no driver
+        if is_not_installed(error):
+            return NO_TRITON
         return f"cannot be imported, {type(error).__name__}: {error}"
 
 
@@ -225,90 +226,13 @@ def report(devices: list[torch.device], group: dist.ProcessGroup | None) -> tupl
     return [*lines, symmetric_memory(devices[-1], group)], passed
 
 
-class Job(NamedTuple):
-    """The ranks of a check, and which of them this process is."""
-
-    ranks: int = 1
-    rank: int = 0
-    local_rank: int = 0
-    local_ranks: int = 1  # on this host
-    address: str = ""  # where they meet
-
-
-def job() -> Job:
-    """Return what torchrun's variables say; ValueError that names one which is missing or wrong."""
-    of_a_rank = [name for name in OF_A_RANK if name in os.environ]
-    if "WORLD_SIZE" not in os.environ and not of_a_rank:
-        return Job()
-    ranks = number_of("WORLD_SIZE", 1, 2**31 - 1)
-    if ranks == 1:
-        for name in of_a_rank:
-            number_of(name, 0, 0)
-        return Job()
-    host = os.environ.get("MASTER_ADDR")
-    if not host:
-        raise ValueError(f"MASTER_ADDR must be the host of rank 0, got nothing: {START}")
-    local_ranks = ranks
-    if "LOCAL_WORLD_SIZE" in os.environ:
-        local_ranks = number_of("LOCAL_WORLD_SIZE", 1, ranks)
-    return Job(
-        ranks,
-        rank=number_of("RANK", 0, ranks - 1),
-        local_rank=number_of("LOCAL_RANK", 0, local_ranks - 1),
-        local_ranks=local_ranks,
-        address=f"{host}:{number_of('MASTER_PORT', 1, 2**16 - 1)}",
-    )
-
-
-def number_of(name: str, least: int, most: int) -> int:
-    """Return the number in a variable of the environment; ValueError unless it is in the range."""
-    text = os.environ.get(name, "")
-    if text.isdecimal() and least <= int(text) <= most:
-        return int(text)
-    expected = f"a whole number from {least} to {most}" if least < most else f"{least} of one rank"
-    raise ValueError(f"{name} must be {expected}, got {text or 'nothing'}: {START}")
-
-
-def uses_gpus(given: Job) -> bool:
-    """Whether each rank of this host has a GPU of its own."""
-    return torch.cuda.device_count() >= given.local_ranks
-
-
-def expect_network(given: Job) -> None:
-    """Raise ValueError for variables that name a host or an interface which is not there: torch
-    would look for it for minutes."""
-    if given.ranks == 1:
-        return
-    host = os.environ["MASTER_ADDR"]
-    try:
-        socket.getaddrinfo(host, None)
-    except OSError as error:
-        raise ValueError(
-            f"MASTER_ADDR must be the host of rank 0, got {host}, which has no address here: "
-            f"{error}"
-        ) from None
-    name = "NCCL_SOCKET_IFNAME" if uses_gpus(given) else "GLOO_SOCKET_IFNAME"
-    expect_interfaces(name, os.environ.get(name, ""))
-
-
-def expect_interfaces(name: str, value: str) -> None:
-    """Raise ValueError where a variable names interfaces of which this machine has none.
-
-    For NCCL, "^eth" are all others, "=eth0" is this one, and "eth" are all that begin so.
-    """
-    there = [interface for _, interface in socket.if_nameindex()]
-    names = [x for x in value.removeprefix("=").split(",") if x]
-    if not names or value.startswith("^"):
-        return
-    if name == "GLOO_SOCKET_IFNAME":
-        right = set(names) <= set(there)
-    else:
-        right = any(interface.startswith(tuple(names)) for interface in there)
-    if not right:
-        raise ValueError(
-            f"{name} must name network interfaces of this machine, {', '.join(there)}, got {value}: "
-            f"unset {name} to let torch choose"
-        )
+def open_outputs() -> None:
+    """Give this process outputs that nobody reads in the place of those that it was started
+    without."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            # for as long as the process lives
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
 
 
 @contextlib.contextmanager
@@ -331,7 +255,11 @@ def join(given: Job, backend: str) -> None:
                 "WORLD_SIZE"
             )
     try:
+        if not given.has_store:
+            expect_store(given, WAIT.total_seconds())
         dist.init_process_group(backend, timeout=WAIT)  # of its collectives, too
+    except TimeoutError as error:
+        sys.exit(f"{error}\n{START}")
     except RuntimeError as error:
         (reason, *_) = str(error).splitlines() or [""]
         sys.exit(
@@ -351,7 +279,7 @@ def expect_answers(given: Job, error: Exception) -> None:
     silent: list[int] = []
     # Rank 0 holds the store where torchrun does not, and a store that has stopped is waited for
     # without end.
-    if given.rank == 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if given.rank == 0 or agent_has_store():
         silent = silent_ranks(ROLL_CALL)
     ranks = f"rank {', '.join(map(str, silent))} does" if silent else "some of them do"
     sys.exit(
@@ -378,7 +306,20 @@ def report_of_job(given: Job) -> tuple[list[str], bool]:
     return lines, passed
 
 
+def warn_of_separate_checks(given: Job) -> None:
+    """Say where Slurm started several processes that know nothing of each other."""
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if given.ranks > 1 or not tasks.isdecimal() or int(tasks) == 1:
+        return
+    print(
+        f"warning: Slurm started {tasks} processes, and each checks itself alone, because WORLD_SIZE "
+        "is not set: to check them together, have srun start one torchrun on each node",
+        file=sys.stderr,
+    )
+
+
 def main() -> None:
+    open_outputs()
     parser = plan.Parser(
         "python -m tp_headloss",
         None,
@@ -398,6 +339,7 @@ def main() -> None:
         expect_network(this)
     except ValueError as error:
         parser.error(str(error))
+    warn_of_separate_checks(this)
     lines, passed = report_of_job(this)
     if this.rank == 0:
         with until_reader_ends():

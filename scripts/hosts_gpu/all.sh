@@ -7,6 +7,9 @@
 set -u
 source "$(dirname "${BASH_SOURCE[0]}")/../arguments.sh"
 out=${1:?where the results go: bash scripts/hosts_gpu/all.sh FOLDER}
+[ $# = 1 ] || { echo "all: expected one FOLDER, got $*" >&2; exit 2; }
+# shellcheck disable=SC2086  # one word per host
+expect_among "$(sed -n 's/^ *host \([a-z0-9_]*\) .*/\1/p' "${BASH_SOURCE[0]}" | xargs)" ${ONLY:-}
 out=$(from_here "$out")
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 end=$((SECONDS + ${LIMIT:-540}))

@@ -587,9 +587,12 @@ def error_of(call):
 @pytest.mark.parametrize("known", [True, False])
 def test_ranks_of_two_versions_are_told_so_before_anything_else_is_compared(known):
     here, there = on_ranks(2, other_version_run, known)
-    versions = ["0.3.0", "0.2.0" if known else "an older one"]
+    other = "0.2.0" if known else "an older one"
     assert here == there
-    assert here == f"ValueError: ranks must have the same version of tp_headloss, got {versions}"
+    assert here == (
+        "ValueError: all ranks of the group must have the same version of tp_headloss, got 0.3.0 on "
+        f"ranks [0] and {other} on ranks [1]"
+    )
 
 
 def alike_run(group, device):

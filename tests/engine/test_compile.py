@@ -3,12 +3,14 @@ for every backend, so that few cases meet the interpreted one."""
 
 import copy
 import os
+import sys
 
 import pytest
 import torch
 from logits_problem import WANT, N, V, policy_head, policy_inputs, rows
 from ranks import on_ranks
 from torch._dynamo.testing import CompileCounter
+from torch._inductor.exc import InductorError
 from torch.distributed.device_mesh import init_device_mesh
 
 import tp_headloss as hl
@@ -291,6 +293,19 @@ def test_a_compiled_head_can_be_copied_and_saved():
         torch.testing.assert_close(copied(x, labels).loss, loss)
     state = head.__getstate__()
     assert state["_evaluate"] is None and head._evaluate is not None
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes")
+def test_a_compiler_that_is_missing_is_told_with_the_option_that_needs_it(monkeypatch):
+    def no_compiler(*args):
+        raise InductorError(RuntimeError("no working C++ compiler"), None)
+
+    monkeypatch.setattr(torch, "compile", lambda function: no_compiler)
+    x, labels = rows("cpu")
+    own = hl.Term("own", lambda stats: -stats.log_prob.exp())
+    with pytest.raises(InductorError) as found:
+        hl.HeadLoss([own], compile=True)(x, labels)
+    assert "HeadLoss(compile=True) compiles the PyTorch of terms" in found.value.__notes__[0]
 
 
 def test_a_policy_loss_compiles_without_graph_breaks(device):

@@ -6,6 +6,8 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
@@ -15,7 +17,7 @@ import torch
 from launcher import run_script
 from ranks import on_ranks
 
-from tp_headloss import HeadLoss, __main__, __version__
+from tp_headloss import HeadLoss, __main__, __version__, meeting
 from tp_headloss.version import digest_of_sources
 
 ROOT = Path(__file__).parents[2]
@@ -116,6 +118,23 @@ def test_the_triton_is_the_one_that_an_import_finds(code, line, passes, monkeypa
     assert passed == passes
 
 
+class Hook:
+    """An import hook that blocks Triton."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "triton":
+            raise ModuleNotFoundError(f"{name} is blocked")
+
+
+def test_a_triton_that_a_hook_blocks_is_told_as_one_that_cannot_be_imported(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    del sys.modules["triton"]
+    monkeypatch.setattr(sys, "meta_path", [Hook(), *sys.meta_path])
+    expected = "cannot be imported, ModuleNotFoundError: triton is blocked"
+    assert __main__.version_of_triton() == expected
+    assert f"FAILED: triton {expected} (>= 3.6)" in __main__.environment()
+
+
 def test_a_cpu_needs_no_triton(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     lines, passed = __main__.report([torch.device("cpu")], None)
@@ -135,7 +154,8 @@ OF_TORCHRUN = {
 def test_a_job_is_what_torchrun_says(monkeypatch):
     for name, value in OF_TORCHRUN.items():
         monkeypatch.setenv(name, value)
-    assert __main__.job() == __main__.Job(2, 1, 1, 2, "localhost:29500")
+    assert __main__.job() == __main__.Job(2, 1, 1, 2, "localhost", 29500)
+    assert __main__.job().address == "localhost:29500"
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     assert __main__.job().local_ranks == 2
     for name in ("RANK", "LOCAL_RANK"):
@@ -180,6 +200,82 @@ def test_a_host_without_an_address_is_named_at_once(monkeypatch):
     __main__.expect_network(__main__.Job())  # one process, which meets nobody
 
 
+@pytest.fixture
+def rank_0(monkeypatch):
+    """Rank 0 of two, at a port that is free."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    given = {**OF_TORCHRUN, "RANK": "0", "LOCAL_RANK": "0", "MASTER_PORT": port}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(meeting, "ATTEMPT", 0.5)
+
+
+OF_NO_MACHINE = "192.0.2.1"  # of an example
+
+
+def test_rank_0_is_at_an_address_of_its_machine(rank_0, monkeypatch):
+    __main__.expect_network(__main__.job())
+    monkeypatch.setenv("MASTER_ADDR", OF_NO_MACHINE)
+    says = (
+        f"MASTER_ADDR must be the host of rank 0, got {OF_NO_MACHINE}, which is no address of this"
+    )
+    with pytest.raises(ValueError, match=says):
+        __main__.expect_network(__main__.job())
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # on another machine, maybe
+    __main__.expect_network(__main__.job())
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
+    monkeypatch.setenv("RANK", "1")
+    __main__.expect_network(__main__.job())
+
+
+def test_rank_0_may_be_behind_an_address_that_leads_to_its_machine(rank_0, monkeypatch):
+    connect = socket.create_connection
+    monkeypatch.setenv("MASTER_ADDR", OF_NO_MACHINE)
+    monkeypatch.setattr(
+        socket, "create_connection", lambda to, **given: connect(("localhost", to[1]), **given)
+    )
+    __main__.expect_network(__main__.job())
+
+
+def test_an_address_at_which_a_proxy_answers_is_not_that_of_rank_0(rank_0, monkeypatch):
+    with socket.create_server(("localhost", 0)) as proxy:
+        connect, other = socket.create_connection, proxy.getsockname()
+        monkeypatch.setenv("MASTER_ADDR", OF_NO_MACHINE)
+        monkeypatch.setattr(
+            socket, "create_connection", lambda to, **given: connect(other, **given)
+        )
+        with pytest.raises(ValueError, match="which is no address of this machine"):
+            __main__.expect_network(__main__.job())
+
+
+def test_a_store_that_does_not_come_ends_the_wait_in_time(rank_0, monkeypatch):
+    port = os.environ["MASTER_PORT"]
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(__main__, "WAIT", timedelta(seconds=1))
+    begin = time.monotonic()
+    says = f"expected rank 0 at localhost:{port}, where nobody listens after 1 seconds: .*\nwrite"
+    with pytest.raises(SystemExit, match=says):
+        __main__.join(__main__.job(), "gloo")
+    assert 0.7 < time.monotonic() - begin < 20
+
+
+def test_a_store_that_comes_late_is_found(rank_0):
+    given = __main__.job()
+
+    def serve():
+        time.sleep(1)
+        with socket.create_server(("", given.port)) as server:
+            server.accept()
+
+    server = threading.Thread(target=serve)
+    server.start()
+    meeting.expect_store(given, 60)
+    server.join()
+
+
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
@@ -190,11 +286,11 @@ def test_an_interface_that_is_not_there_is_named(name, value, monkeypatch):
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
     says = f"{name} must name network interfaces of this machine, lo, eth0, got {value}: unset"
     with pytest.raises(ValueError, match=says):
-        __main__.expect_interfaces(name, value)
+        meeting.expect_interfaces(name, value)
     for right in ("", "lo", "eth0,lo"):
-        __main__.expect_interfaces(name, right)
+        meeting.expect_interfaces(name, right)
     for right in ("^docker", "eth", "=eth0", "nope,eth"):
-        __main__.expect_interfaces(NCCL, right)
+        meeting.expect_interfaces(NCCL, right)
 
 
 @pytest.mark.parametrize("gpus", [0, 2])
@@ -230,6 +326,25 @@ def test_a_reader_may_end_before_the_output(arguments):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+@pytest.mark.parametrize("arguments", ["", "plan --tokens 8 --vocab 8"])
+def test_a_closed_output_changes_no_result(arguments, closed):
+    command = f"{sys.executable} -m tp_headloss {arguments} {closed}"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.stdout == "") == (closed != "2>&-")
+
+
+@pytest.mark.parametrize("tasks, slurm", [("16", True), ("1", False), ("", False)])
+def test_separate_checks_under_slurm_are_warned_of(tasks, slurm, monkeypatch, capsys):
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", tasks)
+    __main__.warn_of_separate_checks(__main__.Job())
+    says = "warning: Slurm started 16 processes, and each checks itself alone, because WORLD_SIZE"
+    assert capsys.readouterr().err.startswith(says) == slurm
+    __main__.warn_of_separate_checks(__main__.Job(2, 0, 0, 2, "localhost", 29500))
+    assert capsys.readouterr().err == ""
+
+
 WRONG = [(name, value) for name in OF_TORCHRUN for value in ("", "two", "-1", "2147483648")]
 
 
@@ -248,12 +363,8 @@ def test_a_variable_that_is_missing_or_wrong_is_named(name, value, monkeypatch, 
     assert f"got {value or 'nothing'}: write torchrun " in said and "unset WORLD_SIZE" in said
 
 
-def test_ranks_that_do_not_come_are_waited_for_in_plain_sight(monkeypatch, capsys):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    for name, value in {**OF_TORCHRUN, "RANK": "0", "LOCAL_RANK": "0", "MASTER_PORT": port}.items():
-        monkeypatch.setenv(name, str(value))
+def test_ranks_that_do_not_come_are_waited_for_in_plain_sight(rank_0, monkeypatch, capsys):
+    port = os.environ["MASTER_PORT"]
     monkeypatch.setattr(__main__, "WAIT", timedelta(seconds=1))
     meeting = f"2 ranks at localhost:{port}"
     with pytest.raises(SystemExit, match=f"expected {meeting}, got Dist.*\n.*unset WORLD_SIZE"):

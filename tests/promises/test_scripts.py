@@ -64,11 +64,25 @@ def test_help_is_the_head_of_the_script_and_makes_nothing(checkout, script, opti
     ("scripts/check/versions.sh", ["2.13.0", "foo"], "versions: expected a version of torch such as"),
     ("scripts/check/four_and_eight.sh", ["OUT", "foo"], "four_and_eight: there is no foo; expected"),
     ("scripts/hub.sh", [], "hub: where to?"),
+    ("scripts/docs.sh", ["foo"], "docs: there is no foo; expected names of these: serve"),
+    ("scripts/test.sh", ["foo"], "test: expected options and tests of pytest, got foo, which is not here"),
+    ("scripts/hosts_gpu/all.sh", ["OUT", "foo"], "all: expected one FOLDER, got OUT foo"),
+    ("launch/quickstart.sh", ["foo"], "quickstart: expected options of launch/train.py, such as --steps 50, got foo"),
 ])  # fmt: skip
 def test_an_unknown_name_is_refused_before_anything_is_made(checkout, script, arguments, says):
     done, new = run(checkout, script, *arguments)
     assert (done.returncode, done.stdout, new) == (2, "", set())
     assert done.stderr.startswith(says)
+
+
+def test_an_unknown_host_on_gpus_is_refused(checkout, monkeypatch):
+    monkeypatch.setenv("ONLY", "trl foo")
+    done, new = run(checkout, "scripts/hosts_gpu/all.sh", "OUT")
+    assert (done.returncode, new) == (2, set())
+    says = "all: there is no foo; expected names of these: "
+    assert done.stderr.startswith(says)
+    hosts = done.stderr.removeprefix(says).split()
+    assert len(hosts) == 14 and {"trl", "trl_grpo", "torchtitan", "megatron"} < {*hosts}
 
 
 @pytest.mark.parametrize("arguments", [["gpu_check.sh", "--help"], ["four_and_eight.sh", "OUT"]])

@@ -26,7 +26,7 @@ PACKAGE = ROOT / "tp_headloss"
 # The parts of the package from the ground up: each may import only those before it.
 LAYERS = [
     "version", "spec", "statistics", "ranks", "engine", "arguments", "losses", "call", "linear_head", "search",
-    "head_loss", "modules", "integrations", "", "plan", "__main__",
+    "head_loss", "modules", "integrations", "", "plan", "meeting", "__main__",
 ]  # fmt: skip
 # Parts that see even less than what lies below them.
 SEES_ONLY = {
@@ -312,6 +312,17 @@ TRITON_ON_CPU = """
 import torch, tp_headloss as t
 t.vocab_statistics(torch.zeros(1, 4), options=t.Options(backend='triton'))
 """
+LATE_INTERPRETER = """
+import os, torch, triton.language, tp_headloss as t
+os.environ["TRITON_INTERPRET"] = "1"
+t.vocab_statistics(torch.zeros(1, 4), options=t.Options(backend='triton'))
+"""
+IMPORTED_ANEW = """
+import sys, tp_headloss
+for name in [x for x in sys.modules if x.partition(".")[0] == "tp_headloss"]:
+    del sys.modules[name]
+import tp_headloss
+"""
 NO_TRITON = """
 import sys; sys.modules["triton"] = None
 from tp_headloss.engine.backend import load_backend
@@ -330,6 +341,10 @@ FRESH = {  # a program -> how the last line ends that it writes
     "the import asks for no default dtype": (DEFAULTS.format("set_default_dtype(torch.float64)"), BOUNDS),
     "the import asks for no default device": (DEFAULTS.format("set_default_device('meta')"), BOUNDS),
     "Triton on a CPU is refused": (TRITON_ON_CPU, "ValueError: .*needs CUDA tensors.*"),
+    "an interpreter that comes too late is refused": (
+        LATE_INTERPRETER, "ValueError: .*set after that: set it before Python starts"),
+    "a second import is refused": (
+        IMPORTED_ANEW, "ImportError: tp_headloss must be imported once in a process.*: restart the process"),
     "adapters are imported one by one": (
         "import tp_headloss; tp_headloss.integrations", r"AttributeError: .*: import tp_headloss\.integrations.*"),
     "an older torch is refused": (OLDER.format("torch", "2.10.1+cu128"), r"ImportError: .*>= .*2\.10\.1\+cu128.*"),

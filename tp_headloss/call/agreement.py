@@ -330,7 +330,14 @@ def _compare(facts: tuple[dict, ...]):
     # first, because other versions may have other facts; those before 0.3 have none of it
     versions = [rank_facts.pop("version", "an older one") for rank_facts in facts]
     if len({*versions}) > 1:
-        raise ValueError(f"ranks must have the same version of tp_headloss, got {versions}")
+        ranks_of = {
+            version: [rank for rank, other in enumerate(versions) if other == version]
+            for version in dict.fromkeys(versions)
+        }
+        told = " and ".join(f"{version} on ranks {ranks}" for version, ranks in ranks_of.items())
+        raise ValueError(
+            f"all ranks of the group must have the same version of tp_headloss, got {told}"
+        )
     bounds = [rank_facts.pop("bounds") for rank_facts in facts]
     own = [rank_facts.pop("own") for rank_facts in facts]
     first = facts[0]

@@ -56,8 +56,8 @@ bf16, unless patched as by the tests.
 
 import functools
 import importlib
-import importlib.util
 import os
+import sys
 from typing import Literal, TypeAlias
 
 import torch
@@ -77,19 +77,39 @@ def resolve_backend(name: str | None, device) -> str:
         raise ValueError(
             f"backend='triton' needs CUDA tensors (or TRITON_INTERPRET=1), got {device.type}"
         )
+    if name == "triton" and device.type != "cuda":
+        _expect_interpreter()
     return name
+
+
+@constant_for_compile
+def _expect_interpreter() -> None:
+    """Raise ValueError where Triton was imported without TRITON_INTERPRET: its own functions are
+    compiled ones then, which none of an interpreter's kernels can call."""
+    language = sys.modules.get("triton.language")
+    function = getattr(language, "cdiv", None)
+    if type(function).__name__ == "JITFunction":
+        raise ValueError(
+            "backend='triton' needs TRITON_INTERPRET=1 when Triton is imported, and it was set after "
+            "that: set it before Python starts"
+        )
+
+
+def is_not_installed(error: Exception) -> bool:
+    """Whether an import of Triton ended in this error because there is none."""
+    return isinstance(error, ModuleNotFoundError) and error.name == "triton"
 
 
 def _expect_triton() -> None:
     """Raise ImportError where Triton is missing, or cannot be imported."""
-    if importlib.util.find_spec("triton") is None:
-        found = "there is none"
-    else:
-        try:
-            importlib.import_module("triton.language")
-            return
-        except Exception as error:  # a RuntimeError where it finds no driver
-            found = f"importing it ends in {type(error).__name__}: {error}"
+    try:
+        importlib.import_module("triton")  # by itself: an error of it has its name
+        importlib.import_module("triton.language")
+        return
+    except Exception as error:  # a RuntimeError where it finds no driver
+        found = f"importing it ends in {type(error).__name__}: {error}"
+        if is_not_installed(error):
+            found = "there is none"
     raise ImportError(
         f"the triton backend needs Triton >= 3.6, and {found}: pip install 'triton>=3.6', or use "
         "Options(backend='torch')"

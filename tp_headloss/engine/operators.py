@@ -143,6 +143,11 @@ def _gather_tokens(x, world_size, group_name):
     return x.clone() if gathered is x else gathered
 
 
+if hasattr(OPS, "statistics"):
+    raise ImportError(
+        f"{NAMESPACE} must be imported once in a process, whose operators torch keeps, and it was "
+        "already imported in this one: restart the process"
+    )
 _TENSORS = schema_of(Tensors)
 register("statistics", _TENSORS, "Tensor[]", _statistics, _statistics_fake, Facts)
 register(

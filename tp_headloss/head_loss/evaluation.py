@@ -4,7 +4,7 @@ import contextlib
 import types
 import warnings
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -88,7 +88,27 @@ def compiled_evaluate() -> Callable:
     """Compile a copy of `evaluate`. torch limits recompilations per code object, so every HeadLoss
     needs its own."""
     own = types.FunctionType(evaluate.__code__.replace(), globals(), evaluate.__name__)
-    return torch.compile(own)
+    compiled = torch.compile(own)
+
+    @wraps(own)
+    def run(*args):
+        try:
+            return compiled(*args)
+        except Exception as error:
+            note_compilation(error)
+            raise
+
+    return run
+
+
+def note_compilation(error: Exception):
+    """Add a note to an error of torch's compiler, which knows nothing of the option that asked for
+    it."""
+    if type(error).__module__.startswith("torch._inductor") and hasattr(error, "add_note"):
+        error.add_note(
+            "HeadLoss(compile=True) compiles the PyTorch of terms and metrics, on CPUs with a C++ "
+            "compiler: leave out compile=True, or install what is missing"
+        )
 
 
 def checked_evaluation(run: Callable, check: bool, functions, metrics, stats, inputs, *args):

@@ -141,7 +141,7 @@ class VocabShard:
 
     One thread at a time uses a group, on all ranks in one order; threads that have a group each are
     right. A shard with a group cannot be pickled: each process makes its own, and so does a forked
-    child, whose calls with its parent's shard are a ValueError.
+    child, whose calls with its parent's shard are a ValueError if the group has several ranks.
 
     Args:
         vocab_size: V, the number of ids of the true vocabulary.
