@@ -76,8 +76,6 @@ def _parts(value: Any) -> list[tuple[str, Any]]:
     """Return the parts of a container, with what is written behind its name to reach them."""
     if isinstance(value, dict):
         return [(f"[{key!r}]", part) for key, part in value.items()]
-    if hasattr(value, "_fields") and isinstance(value, tuple):
-        return [(f".{key}", part) for key, part in zip(value._fields, value)]
     if isinstance(value, (list, tuple)):
         return [(f"[{i}]", part) for i, part in enumerate(value)]
     is_record = dataclasses.is_dataclass(value) or isinstance(value, types.SimpleNamespace)
