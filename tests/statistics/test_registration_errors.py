@@ -1,6 +1,7 @@
 """What a family's author gets wrong is an error that names the method and what it must do."""
 
 import re
+import sys
 import warnings
 
 import pytest
@@ -402,8 +403,14 @@ def test_a_kink_and_an_overflow_at_larger_logits_are_no_error():
             slope = 16 * self.above(tile.z) ** 2
             return dz + grads["excess"] * slope if "excess" in grads else dz
 
+    class Bounded(Excess):
+        def above(self, z):
+            if z.max() > 20:
+                raise ValueError("logits must be at most 20")
+            return super().above(z)
+
     # beside the number 13.27 / 0.8 of the larger logits
-    for family in (Kink(16.58), Exponential(0)):
+    for family in (Kink(16.58), Exponential(0), Bounded(1)):
         with registered(family):
             pass
 
@@ -415,12 +422,12 @@ def test_an_error_of_a_method_has_a_note_that_names_the_method():
     with pytest.raises(RuntimeError) as caught, registered(family_with(finish=finish)):
         pass
     words = "in Own.finish(sums, joined), which register_statistic tries with "
-    if hasattr(caught.value, "__notes__"):  # since Python 3.11
+    if sys.version_info >= (3, 11):
         assert caught.value.__notes__[0].startswith(words)
     local = lambda self, tile, softmax: {}  # noqa: E731
     with pytest.raises(TypeError, match="takes 3") as caught, registered(family_with(local=local)):
         pass
-    if hasattr(caught.value, "__notes__"):
+    if sys.version_info >= (3, 11):
         assert "in Own.local(tile, softmax, rows)" in caught.value.__notes__[0]
 
 
