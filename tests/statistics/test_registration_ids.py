@@ -206,24 +206,28 @@ class Held(Share):
     table = property(lambda self: self.read(self.held))
 
 
-class OfModule(Share):
+class Bare(Share):
+    """It has no attribute."""
+
     def __init__(self):
         pass
 
+
+class OfModule(Bare):
     table = property(lambda self: numbers_of_module())
 
 
 def closed_over(**methods):
     table = mask("one", 20, 60)
 
-    class Closed(OfModule):
-        table = property(lambda self, numbers=None: table)
+    class Closed(Bare):
+        table = property(lambda self: table)
 
     return type("Wrong", (Closed,), methods)()
 
 
 def with_default(**methods):
-    class Default(OfModule):
+    class Default(Bare):
         def of_ids(self, ids, numbers=mask("one", 20, 60)):  # noqa: B008
             return numbers[ids]
 
