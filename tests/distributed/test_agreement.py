@@ -700,3 +700,85 @@ def test_other_statistics_of_as_many_numbers_are_plausible_and_wrong_as_the_page
         assert values.isfinite().all() and not torch.allclose(values, right[name], rtol=0.01)
     found = on_ranks(2, other_statistics, names, "full", failures=True)
     assert {x.kind for x in found} == {"ValueError"} and len({x.message for x in found}) == 1
+
+
+# what a term reads of its rank -> its function
+OF_A_RANK = {
+    "a number that it closes over": lambda stats, rank, own: (1 + rank) * -stats.log_prob,
+    "its own columns": lambda stats, rank, own: own.amax(-1) - stats.log_prob,
+    "an error": lambda stats, rank, own: -stats.log_prob if rank == 0 else stats.log_prob @ own[0],
+    "nothing": lambda stats, rank, own: -stats.log_prob,
+}
+
+
+def values_of_each_rank(group, device, case, call, validate, part="terms"):
+    """The loss of a term, or the sum of a metric, that reads something of its rank."""
+    shard = hl.VocabShard.from_group(group, V)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(N, H, generator=generator).to(device)
+    rows = torch.randn(V, H, generator=generator).to(device)
+    weight = rows[shard.start : shard.stop].clone().requires_grad_()
+    logits, rank = hidden @ weight.T, group.rank()
+    function = lambda stats: OF_A_RANK[case](stats, rank, logits)  # noqa: E731
+    options = hl.Options(validate=validate)
+    if part == "metrics":
+        metric = hl.Metric(lambda stats: {"mine": function(stats).detach()})
+        head_loss = hl.HeadLoss(metrics=metric, options=options)
+    else:
+        head_loss = hl.HeadLoss([hl.ZLoss(1e-3), hl.Term("mine", function)], options=options)
+    labels = torch.arange(N, device=device)
+    if call == "logits":
+        out = head_loss(logits, labels, shard=shard)
+    else:
+        out = head_loss.linear(hidden, weight, labels, shard=shard)
+    out.loss.backward()
+    return float(out.metrics["mine"] if part == "metrics" else out.loss)
+
+
+@pytest.mark.parametrize("call", ["logits", "hidden states"])
+@pytest.mark.parametrize("case", ["a number that it closes over", "its own columns", "nothing"])
+def test_full_validation_compares_what_terms_return(case, call):
+    plain = on_ranks(2, values_of_each_rank, case, call, "metadata")
+    assert (plain[0] == plain[1]) == (case == "nothing")
+    full = on_ranks(2, values_of_each_rank, case, call, "full", failures=True)
+    if case == "nothing":
+        assert full == plain
+        return
+    assert {x.kind for x in full} == {"ValueError"} and len({x.message for x in full}) == 1
+    words = "term 'mine' must have equal values on all ranks of the shard's group, got "
+    assert words in full[0].message and "on rank 1 (sums over tokens)" in full[0].message
+
+
+def test_full_validation_compares_what_metrics_return():
+    case = "a number that it closes over"
+    full = on_ranks(2, values_of_each_rank, case, "logits", "full", "metrics", failures=True)
+    assert all("metric 'mine' must have equal values" in x.message for x in full)
+    assert len({x.message for x in full}) == 1
+
+
+def test_an_error_of_a_term_on_one_rank_is_the_same_exception_on_all():
+    full = on_ranks(2, values_of_each_rank, "an error", "logits", "full", failures=True)
+    assert {x.kind for x in full} == {"RuntimeError"}
+    assert "on rank 1 of the group: " in full[0].message
+
+
+def trained_on_one_rank(group, device, held):
+    """A linear head whose term reads something that requires a gradient on the last rank alone."""
+    call, is_last = Call(group, device), group.rank() == group.size() - 1
+    scale = torch.ones((), device=device, requires_grad=is_last)
+    module = torch.nn.Linear(1, 1).requires_grad_(is_last).to(device)
+    functions = {
+        "a tensor": lambda stats: -scale * stats.log_prob,
+        "a module": lambda stats: -(module.weight.sum() * 0 + 1) * stats.log_prob,
+    }
+    call.rewrite(terms=[hl.Term("mine", functions[held], tokenwise=True)])
+    return error_of(call.linear_head)
+
+
+@pytest.mark.parametrize("held, name", [("a tensor", "scale"), ("a module", "module")])
+def test_what_a_term_reads_and_one_rank_trains_is_the_same_exception_on_all(held, name):
+    first, last = on_ranks(2, trained_on_one_rank, held)
+    assert first == last
+    assert first.startswith(
+        f"ValueError: ranks must agree on terms.0.function.{name}.requires_grad"
+    )

@@ -163,8 +163,19 @@ def test_unlikelihood(margin):
     rest = rest - batch.logits.logsumexp(-1)[..., None]
     expected = -torch.where(ids >= 0, rest, 0.0).sum(-1)
     leaf = batch.logits.detach().float().requires_grad_()
-    found = recipes()["unlikelihood"](leaf, ids)
+    term, inputs = recipes()["unlikely"], recipes()["with_tail"](ids)
+    found = hl.HeadLoss(term, reduction="none")(leaf, batch.tokens, inputs=inputs).loss
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-7)
     (expected * torch.arange(1, B * S + 1).view(B, S)).sum().backward()
     (found * torch.arange(1, B * S + 1).view(B, S)).sum().backward()
     torch.testing.assert_close(leaf.grad.double(), batch.logits.grad, rtol=1e-4, atol=1e-5)
+    # of hidden states, in one sweep
+    hidden = torch.randn(B, S, 16, requires_grad=True)
+    weight = torch.randn(V, 16, requires_grad=True)
+    of_logits = recipes()["bad"](hidden @ weight.T, batch.tokens, inputs=inputs).loss
+    given = {"inputs": inputs, "linear": hl.Linear("one_sweep")}
+    of_hidden = recipes()["bad"].linear(hidden, weight, batch.tokens, **given).loss
+    torch.testing.assert_close(of_hidden, of_logits)
+    torch.testing.assert_close(
+        torch.autograd.grad(of_hidden, hidden), torch.autograd.grad(of_logits, hidden)
+    )

@@ -1,6 +1,8 @@
 """What a family's author gets wrong is an error that names the method and what it must do."""
 
 import re
+import sys
+import warnings
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from own_families import Sums, registered
 
 import tp_headloss as hl
 from tp_headloss.statistics import Family
+from tp_headloss.statistics.family import row_sum
 
 PARTS = (("power", 1.5, 1.0), ("moment", 2, 1.0), ("surprise", 1.0, 1.0))
 OPTIONS = hl.Options(backend="torch")
@@ -334,3 +337,164 @@ def test_a_statistic_that_nothing_wanted_says_how_to_want_it():
         stats = hl.vocab_statistics(torch.zeros(1, 4), options=OPTIONS)
         with pytest.raises(AttributeError, match=r"no 'plain': .* needs want=\('plain',\)"):
             _ = stats.plain
+
+
+class Excess(Family):
+    """The sum of what logits have above a threshold, squared: flat where they have nothing."""
+
+    statistics = gradients = packet = ("excess",)
+
+    def __init__(self, threshold, factor=2.0):
+        self.threshold, self.factor = float(threshold), factor
+
+    def above(self, z):
+        return torch.relu(z.masked_fill(z == -torch.inf, 0.0) - self.threshold)
+
+    def local(self, tile, softmax, rows):
+        return {"excess": row_sum(self.above(tile.z) ** 2)}
+
+    def finish(self, sums, joined):
+        return {"excess": sums["excess"]}, {}
+
+    def direct(self, dz, tile, merged, grads):
+        if "excess" not in grads:
+            return dz
+        return dz + self.factor * grads["excess"] * self.above(tile.z)
+
+
+class ExcessWithoutLabel(Excess):
+    def local(self, tile, softmax, rows):
+        return {"excess": row_sum(self.above(softmax.z) ** 2)}
+
+
+@pytest.mark.parametrize("threshold", [1, 2.5, 3, 5, 10, 30, 200])
+def test_a_gradient_that_is_wrong_at_larger_logits_is_found(threshold):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with registered(Excess(threshold)):
+            pass
+    words = "Excess must agree, got the gradient of lse + excess"
+    for factor in (1.0, 0.0):
+        expect_refused(Excess(threshold, factor), words)
+    words = "ExcessWithoutLabel must agree, got excess"
+    expect_refused(ExcessWithoutLabel(threshold), words)
+
+
+def test_a_statistic_that_is_constant_in_all_tries_is_a_warning():
+    words = r"statistics \['excess'\] of family Excess were constant .* \(\|z\| up to 268\)"
+    with pytest.warns(UserWarning, match=words), registered(Excess(300)):
+        pass
+
+
+def test_a_kink_and_an_overflow_at_larger_logits_are_no_error():
+    class Kink(Excess):
+        def above(self, z):
+            return torch.relu(z.masked_fill(z == -torch.inf, 0.0) - self.threshold).sqrt()
+
+        def direct(self, dz, tile, merged, grads):
+            is_above = tile.z > self.threshold
+            return dz + grads["excess"] * is_above if "excess" in grads else dz
+
+    class Exponential(Excess):
+        def above(self, z):
+            return torch.exp(8 * z)
+
+        def direct(self, dz, tile, merged, grads):
+            slope = 16 * self.above(tile.z) ** 2
+            return dz + grads["excess"] * slope if "excess" in grads else dz
+
+    class Bounded(Excess):
+        def above(self, z):
+            if z.max() > 20:
+                raise ValueError("logits must be at most 20")
+            return super().above(z)
+
+    # beside the number 13.27 / 0.8 of the larger logits
+    for family in (Kink(16.58), Exponential(0), Bounded(1)):
+        with registered(family):
+            pass
+
+
+def test_an_error_of_a_method_has_a_note_that_names_the_method():
+    def finish(self, sums, joined):
+        return {"own": sums["own_0"] @ joined.whole[:3]}, {}
+
+    with pytest.raises(RuntimeError) as caught, registered(family_with(finish=finish)):
+        pass
+    words = "in Own.finish(sums, joined), which register_statistic tries with "
+    if sys.version_info >= (3, 11):
+        assert caught.value.__notes__[0].startswith(words)
+    local = lambda self, tile, softmax: {}  # noqa: E731
+    with pytest.raises(TypeError, match="takes 3") as caught, registered(family_with(local=local)):
+        pass
+    if sys.version_info >= (3, 11):
+        assert "in Own.local(tile, softmax, rows)" in caught.value.__notes__[0]
+
+
+def test_methods_may_call_each_other_by_names_of_arguments():
+    def merge(self, rows, merging):
+        found = self.rescale(rows, drop=merging.drop, factor=merging.factor)
+        return {name: x.sum(0) for name, x in found.items()}
+
+    with registered(family_with(merge=merge)):
+        pass
+
+
+# a row that a method reads and that is not there -> what to write
+READ = {
+    "merged['excess']": "name it in Own.merged and return it from finish",
+    "merged['lse']": "name it in Own.merged and return it from finish, by a name of its own such as "
+    "'excess_lse'",
+    "grads['excess']": "ask whether an upstream gradient is there, `if 'excess' in grads`",
+}
+
+
+@pytest.mark.parametrize("read", READ)
+def test_a_row_that_is_not_there_is_told_from_an_upstream_gradient(read):
+    def direct(self, dz, tile, merged, grads):
+        if read.startswith("merged") and "excess" not in grads:
+            return dz
+        factor = eval(read, {}, {"merged": merged, "grads": grads})
+        return dz + 2 * factor * self.above(tile.z)
+
+    family = type("Own", (Excess,), {"direct": direct})(1)
+    words = f"Own.direct reads {read}, but {read[:-2].split('[')[0]} has no row "
+    expect_refused(family, words)
+    with pytest.raises(ValueError) as caught, registered(family):
+        pass
+    assert str(caught.value).endswith(READ[read])
+
+
+def test_a_method_may_handle_a_row_that_is_not_there_itself():
+    def direct(self, dz, tile, merged, grads):
+        try:
+            upstream = grads["excess"]
+        except KeyError:
+            return dz
+        return dz + 2 * upstream * self.above(tile.z)
+
+    with registered(type("Own", (Excess,), {"direct": direct})(1)):
+        pass
+
+
+def test_a_packet_that_is_forgotten_is_told():
+    family = type("Own", (Excess,), {"packet": ()})(1)
+    words = (
+        "Own.packet must name the rows that Own.local returns, got (): write packet = ('excess',)"
+    )
+    expect_refused(family, words)
+
+
+def test_a_sum_that_is_not_there_is_told():
+    finish = lambda self, sums, joined: ({"excess": sums["exces"]}, {})  # noqa: E731
+    words = "Own.finish reads sums['exces'], but sums has no row 'exces': name it in Own.packet"
+    expect_refused(type("Own", (Excess,), {"finish": finish})(1), words)
+
+
+def test_the_sums_of_others_are_not_returned():
+    finish = lambda self, sums, joined: (dict(sums, excess=sums["excess"]), {})  # noqa: E731
+    family = type("Own", (Excess,), {"finish": finish})(1)
+    words = "Own.finish must return rows of its own, got ['logits_at', 'owners'] of other families"
+    expect_refused(family, words)
+    with pytest.raises(ValueError, match=r"return \['excess'\] alone"), registered(family):
+        pass

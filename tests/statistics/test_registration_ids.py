@@ -1,7 +1,10 @@
 """A family with a number for each id is tried where these numbers differ, and where there are
 none."""
 
+import dataclasses
 import re
+import types
+import warnings
 
 import numpy
 import pytest
@@ -179,4 +182,115 @@ def test_a_default_for_ids_beyond_the_table_is_no_error():
 
     methods = {"of_columns": padded, "of_ids": of_ids, "join": join}
     with registered(type("Padded", (Share,), methods)(torch.linspace(-1, 2, 40))):
+        pass
+
+
+@dataclasses.dataclass
+class Record:
+    numbers: torch.Tensor
+
+
+OF_MODULE = {"numbers": mask("one", 20, 60)}
+
+
+def numbers_of_module():
+    return OF_MODULE["numbers"]
+
+
+class Held(Share):
+    """Its numbers are in a container, or are no attribute at all."""
+
+    def __init__(self, held, read):
+        self.held, self.read = held, read
+
+    table = property(lambda self: self.read(self.held))
+
+
+class Bare(Share):
+    """It has no attribute."""
+
+    def __init__(self):
+        pass
+
+
+class OfModule(Bare):
+    table = property(lambda self: numbers_of_module())
+
+
+def closed_over(**methods):
+    table = mask("one", 20, 60)
+
+    class Closed(Bare):
+        table = property(lambda self: table)
+
+    return type("Wrong", (Closed,), methods)()
+
+
+def with_default(**methods):
+    class Default(Bare):
+        def of_ids(self, ids, numbers=mask("one", 20, 60)):  # noqa: B008
+            return numbers[ids]
+
+        table = property(lambda self: range(60))
+
+    return type("Wrong", (Default,), methods)()
+
+
+def held_in(make, read):
+    def made(**methods):
+        return type("Wrong", (Held,), methods)(make(mask("one", 20, 60)), read)
+
+    return made
+
+
+HELD = {
+    "a dict": held_in(lambda x: {"a": x}, lambda held: held["a"]),
+    "a list of dicts": held_in(lambda x: [{"a": x}], lambda held: held[0]["a"]),
+    "a dict of ids": held_in(lambda x: {1: x}, lambda held: held[1]),
+    "a tuple": held_in(lambda x: (1.0, x), lambda held: held[1]),
+    "a record": held_in(Record, lambda held: held.numbers),
+    "a namespace": held_in(lambda x: types.SimpleNamespace(x=x), lambda held: held.x),
+    "a closure": closed_over,
+    "a default": with_default,
+    "a variable of the module": lambda **methods: type("Wrong", (OfModule,), methods)(),
+}
+
+
+@pytest.mark.parametrize("where", HELD)
+def test_a_table_is_found_wherever_it_is(where):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with registered(HELD[where]()):
+            pass
+    for names in FAULTS:
+        wrong = HELD[where](**{name: WRONG[name] for name in names})
+        with pytest.raises(ValueError, match="Wrong must agree"), registered(wrong):
+            pass
+
+
+def test_a_part_of_an_attribute_must_not_require_a_gradient():
+    family = HELD["a list of dicts"]()
+    family.held[0]["a"].requires_grad_()
+    words = re.escape("Wrong.held[0]['a'] gets no gradient, so it must not require one")
+    with pytest.raises(ValueError, match=words), registered(family):
+        pass
+
+
+def test_ids_that_nothing_says_where_they_change_are_a_warning():
+    class Odd(OfIds):
+        def __init__(self):
+            pass
+
+        def of_ids(self, ids):
+            return (ids % 2).double()
+
+        def of_columns(self, tile):
+            return self.of_ids(tile.first_id + torch.arange(tile.z.shape[1])).to(tile.z)
+
+        table = property(lambda self: range(60))
+
+    with (
+        pytest.warns(UserWarning, match="family Odd reads tile.first_id, but has no table"),
+        registered(Odd()),
+    ):
         pass

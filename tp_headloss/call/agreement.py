@@ -7,7 +7,6 @@ communication library's timeout, and labels that differ show as NaN at best.
 
 import dataclasses
 import functools
-import inspect
 import json
 import logging
 import types
@@ -22,6 +21,7 @@ from ..arguments.sequences import Sequences
 from ..ranks.comm import gather_objects, job_size, texts_of_job
 from ..ranks.shard import VocabShard
 from ..spec.checks import autocast_dtype
+from ..statistics.members import closure_of, function_of, members_of_classes, variables_of
 from ..version import __version__
 from .own_ids import checksums_of_own_ids, expect_own_ids
 
@@ -60,8 +60,9 @@ class Agreement:
     dtype and by the sizes that ranks share, and hidden states by shape and dtype unless
     validate="checksums". Equal rows of a weight on two ranks, as an initialisation from one seed
     gives them, are an error, too, and so are equal columns of logits, the student's or a teacher's,
-    see `own_ids`. Functions are compared by name, a `functools.partial` with its arguments, other
-    objects by their type.
+    see `own_ids`. Functions are compared by name, and by which tensors they read that require a
+    gradient, a `functools.partial` with its arguments, other objects by their type. What functions
+    return is compared afterwards, see `equal_results`.
 
     The exchange is a small all-gather of objects, with host synchronisations. With
     validate="metadata", and on one rank, nothing is exchanged. Without a shard,
@@ -161,16 +162,28 @@ class Agreement:
             _compare_job(texts_of_job(json.dumps(self.of_job), JOB_WAIT), error)
         if self.group is None or not (error is None or isinstance(error, Exception)):
             return
-        own_error = error and (kind.__name__, str(error))
-        facts, errors = zip(*gather_objects((self.facts, own_error), self.group))
-        failed = [rank for rank, rank_error in enumerate(errors) if rank_error]
-        if not failed:
+        facts = exchanged(self.facts, error, self.group)
+        if facts is not None:
             _compare(facts)
-        elif set(errors) != {errors[0]}:  # else each rank raises its own, equal one
-            name, message = errors[failed[0]]
-            message = message if name in EXCEPTION_TYPES else f"{name}: {message}"
-            message = f"on rank {failed[0]} of the group: {message}"
-            raise EXCEPTION_TYPES.get(name, RuntimeError)(message) from error
+
+
+def exchanged(own: dict[str, Any], error: Exception | None, group) -> list[dict] | None:
+    """Exchange facts, and the error of a rank that has one -> the facts of all ranks.
+
+    None where all ranks have one equal error, which each raises itself. Otherwise the first error is
+    raised on all.
+    """
+    own_error = error and (type(error).__name__, str(error))
+    facts, errors = zip(*gather_objects((own, own_error), group))
+    failed = [rank for rank, rank_error in enumerate(errors) if rank_error]
+    if not failed:
+        return [*facts]
+    if set(errors) == {errors[0]}:
+        return None
+    name, message = errors[failed[0]]
+    message = message if name in EXCEPTION_TYPES else f"{name}: {message}"
+    message = f"on rank {failed[0]} of the group: {message}"
+    raise EXCEPTION_TYPES.get(name, RuntimeError)(message) from error
 
 
 PLAIN_TYPES = (int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
@@ -185,19 +198,10 @@ def families_wanted(want) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for family in statistics.FAMILIES:
         own = {key: _with_code(x) for key, x in vars(family).items()}
-        own = {"class": type(family).__qualname__, **_of_classes(type(family)), **own}
+        classes = members_of_classes(type(family))
+        of_classes = {key: [_with_code(x) for x in values] for key, values in classes.items()}
+        own = {"class": type(family).__qualname__, **of_classes, **own}
         found |= dict.fromkeys({*family.statistics} & {*want}, own)
-    return found
-
-
-def _of_classes(kind: type) -> dict[str, list]:
-    """Return attributes of a class and of its bases below `Family` by name, with those that others
-    replace, which `super` reaches."""
-    found: dict[str, list] = {}
-    for base in kind.__mro__:
-        for name, x in vars(base).items():
-            if base not in statistics.Family.__mro__ and not name.startswith("__"):
-                found.setdefault(name, []).append(_with_code(x))
     return found
 
 
@@ -207,14 +211,13 @@ def _with_code(value):
 
     Functions that it calls, and what it reads of its module, are compared by name alone.
     """
-    function = inspect.unwrap(getattr(value, "fget", value))
-    if not isinstance(function, types.FunctionType):
+    function = function_of(value)
+    if function is None:
         return value
-    cells = [cell.cell_contents for cell in function.__closure__ or ()]
     text = json.dumps(_code_facts(function.__code__))
     return {
         "code": f"{function.__qualname__} {zlib.crc32(text.encode()):08x}",
-        "variables": dict(zip(function.__code__.co_freevars, cells)),
+        "variables": closure_of(function),
         "defaults": [function.__defaults__, function.__kwdefaults__],
     }
 
@@ -266,6 +269,11 @@ def _parts(value) -> Iterable[tuple[Any, Any]]:
         return [(name, getattr(value, name)) for name in ("mask", "lengths", "horizon", "ids")]
     if isinstance(value, functools.partial):
         return [("function", value.func), ("arguments", value.args), ("keywords", value.keywords)]
+    if isinstance(value, types.FunctionType):
+        return [(f"{name}.requires_grad", x) for name, x in _trained(variables_of(value))]
+    if isinstance(value, torch.nn.Module):
+        parameters = dict(value.named_parameters())
+        return [(f"{name}.requires_grad", x) for name, x in _trained(parameters)]
     if isinstance(value, (type, VocabShard)):
         return []  # their contents may differ between ranks
     if dataclasses.is_dataclass(value):
@@ -275,6 +283,18 @@ def _parts(value) -> Iterable[tuple[Any, Any]]:
     if isinstance(value, (list, tuple)) and not _is_plain(value):
         return enumerate(value)
     return []
+
+
+def _trained(held: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Return which of the tensors, and of modules' parameters, require a gradient, by which a linear
+    head's way is chosen. Their values may differ between ranks."""
+    found: list[tuple[str, Any]] = []
+    for name, x in held.items():
+        if isinstance(x, torch.Tensor):
+            found.append((name, x.requires_grad))
+        if isinstance(x, torch.nn.Module):
+            found.append((name, tuple(p.requires_grad for p in x.parameters())))
+    return found
 
 
 def _key(key) -> str:
@@ -325,7 +345,7 @@ def _describe_tensor(tensor, sharded_dim: int | None, bits: bool) -> tuple[str, 
     return f"{tensor.dtype} {list(tensor.shape)}", zlib.crc32(data.numpy())
 
 
-def _compare(facts: tuple[dict, ...]):
+def _compare(facts: list[dict]):
     """Raise ValueError on all ranks if their facts, a dict each, or their shards do not agree."""
     # first, because other versions may have other facts; those before 0.3 have none of it
     versions = [rank_facts.pop("version", "an older one") for rank_facts in facts]

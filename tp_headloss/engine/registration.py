@@ -1,4 +1,4 @@
-"""Registration of statistics of one's own: their names, then one try of their methods on small
+"""Registration of statistics of one's own: their names, then one try of their methods on a few
 numbers.
 
 Rows and statistics are known by name, in plain torch and in device functions, so that a name has
@@ -22,7 +22,9 @@ from ..statistics import (
     owners_of_rows,
 )
 from . import eager
+from .later_ids import tensors_in
 from .trial import GRADIENT, LABELS, Trial, has_own, try_family, try_later_ids
+from .untried import try_larger, warn_of_untried
 from .watched import watched
 
 # Methods that return names, and how an error calls these names
@@ -40,11 +42,12 @@ def register_statistic(family: Annotated[Family, Instance(Family)]) -> None:
     both backends.
 
     Their values are attributes of `VocabStatistics`. Ranks register the same families, in any
-    order. The methods in plain torch are tried once on small numbers, where they must agree: a
-    vocabulary in one part and in two, with a label and without, and the gradient with finite
-    differences; those of a family with a table also at ids where the table has other numbers than at
-    the first ones. On GPUs a call that wants the statistics needs `device`, the same methods as Triton
-    functions, or ``Options(backend="torch")``.
+    order. The methods in plain torch are tried once on few numbers, small and large, where they
+    must agree: a vocabulary in one part and in two, with a label and without, and the gradient with
+    finite differences; those of a family with a table also at ids where the table has other numbers
+    than at the first ones. A statistic that is constant on all of these numbers is a warning. On
+    GPUs a call that wants the statistics needs `device`, the same methods as Triton functions, or
+    ``Options(backend="torch")``.
 
     Args:
         family: what is summed over the vocabulary, how sums merge and what is differentiated, in
@@ -79,13 +82,18 @@ def register_statistic(family: Annotated[Family, Instance(Family)]) -> None:
         trial = Trial(tried, statistics.families_with(tried))
         _check_results(trial)
         try_family(trial)
+        try_larger(trial)
         try_later_ids(trial)
+    warn_of_untried(family, trial.moving)
     statistics.add_family(family)
 
 
 def _check_attributes(family: Family) -> None:
-    """Raise ValueError for an attribute that would get no gradient."""
+    """Raise ValueError for an attribute, or a part of one, that would get no gradient."""
+    held = list(vars(family).items())
     for name, value in vars(family).items():
+        held += tensors_in(name, value)
+    for name, value in held:
         if isinstance(value, torch.Tensor) and value.requires_grad:
             raise ValueError(
                 f"{type(family).__name__}.{name} gets no gradient, so it must not require one: "
@@ -223,9 +231,10 @@ def _expect_own(family: Family, method: str, found: dict, kinds: tuple[str, ...]
     # names of merged maxima
     shifts = {f"{row.removesuffix('max')}shift" for row in others if row.endswith("max")}
     if taken := sorted(found.keys() & {*others, *shifts, *OF_CARRIERS}):
+        own = {row for kind in kinds for row in owners_of_rows(kind, (family,))}
         raise ValueError(
             f"{type(family).__name__}.{method} must return rows of its own, got {taken} of other "
-            "families, too: its argument has the rows of all"
+            f"families, too: its argument has the rows of all; return {sorted(own)} alone"
         )
 
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from ..statistics import Family
+from ..statistics import Family, owners_of_rows
+from .trial import has_own
 
 A_DICT, TWO_DICTS = "a dict of tensors by name", "two dicts of tensors by name (values, merged)"
 A_TENSOR, TWO_TENSORS = "a tensor", "two tensors"
@@ -36,10 +37,43 @@ RETURNED = {
 ACCUMULATING = ("direct", "scaled")
 # fields of what methods get that are None in calls without labels
 OF_LABELS = {"target", "offset", "p_target", "at_target", "labels", "owned", "column"}
+# name of a dict that methods get -> what to write where it has no such row, by family and row
+MISSING = {
+    "rows": "name it in {family}.packet and return it from local, and from a merge of your own",
+    "sums": "name it in {family}.packet and return it from local, and from a merge of your own",
+    "merged": "name it in {family}.merged and return it from finish",
+    "grads": "a loss need not use every statistic, so ask whether an upstream gradient is there, "
+    "`if {row!r} in grads`",
+}
 # names of what each method gets
 PARAMETERS = {
     method: tuple(inspect.signature(getattr(Family, method)).parameters)[1:] for method in RETURNED
 }
+
+
+class MissingRow(KeyError, ValueError):
+    """A method read a row that is not there. A KeyError, which the method may handle."""
+
+    def __str__(self):
+        return str(self.args[0])  # without the quotes of a key
+
+
+class Rows(dict):
+    """Rows by name, which say what to write where a method reads one that is not there."""
+
+    def __init__(self, called: str, name: str, family: Family, rows: dict[str, Any]):
+        super().__init__(rows)
+        self.called, self.name, self.family = called, name, family
+
+    def __missing__(self, row):
+        family = self.family
+        advice = MISSING[self.name].format(family=type(family).__name__, row=row)
+        own = {*family.statistics, *family.packet}
+        if self.name == "merged" and row not in own:
+            advice += f", by a name of its own such as '{family.statistics[0]}_{row}'"
+        raise MissingRow(
+            f"{self.called} reads {self.name}[{row!r}], but {self.name} has no row {row!r}: {advice}"
+        )
 
 
 def watched(family: Family) -> Family:
@@ -56,19 +90,29 @@ def watched(family: Family) -> Family:
 def _watched_method(family: Family, method: str, function: Callable) -> Callable[..., Any]:
     called = f"{type(family).__name__}.{method}"
 
+    names = PARAMETERS[method]
+
+    def known(name: str, value):
+        is_rows = name in MISSING and isinstance(value, dict)
+        return Rows(called, name, family, value) if is_rows else value
+
     @functools.wraps(function)
-    def call(*given):
-        read = dict(zip(PARAMETERS[method], given))
+    def call(*given, **by_name):
+        given = (*map(known, names, given), *given[len(names) :])
+        by_name = {name: known(name, value) for name, value in by_name.items()}
+        everything = dict(zip(names, given)) | by_name
+        read = dict(everything)
         if method in ACCUMULATING:
-            del read[PARAMETERS[method][0]]
+            read.pop(names[0], None)
         before = dict(_states(read))
         try:
-            result = function(*given)
-        except (TypeError, AttributeError) as error:
-            _refuse_absent(called, family, dict(zip(PARAMETERS[method], given)), error)
-            raise
-        except RuntimeError as error:
-            _refuse_other_shape(called, error)
+            result = function(*given, **by_name)
+        except Exception as error:
+            if isinstance(error, (TypeError, AttributeError)):
+                _refuse_absent(called, family, everything, error)
+            if isinstance(error, RuntimeError):
+                _refuse_other_shape(called, error)
+            _add_note(error, called, everything)
             raise
         after = dict(_states(read))
         changed = sorted(k for k in before.keys() | after.keys() if before.get(k) != after.get(k))
@@ -82,10 +126,30 @@ def _watched_method(family: Family, method: str, function: Callable) -> Callable
         if method == "local":
             _expect_rows(called, family, result)
         if method == "finish":
-            _expect_per_token(called, result, given[1].whole.shape)
+            _expect_per_token(called, family, result, everything["joined"].whole.shape)
         return result
 
     return call
+
+
+def _add_note(error: Exception, called: str, given: dict[str, Any]) -> None:
+    """Add a note to an error of a method that names the method, and what it got."""
+    if not hasattr(error, "add_note"):  # before Python 3.11
+        return
+    fields = {
+        f"{owner}.{field}": x
+        for owner, value in given.items()
+        for field, x in getattr(value, "_asdict", dict)().items()
+        if field in ("z", "target", "whole")
+    }
+    tensors = {name: x for name, x in (given | fields).items() if isinstance(x, torch.Tensor)}
+    shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in tensors.items())
+    absent = [name for name, x in fields.items() if x is None]
+    without = f" (without labels, so that {absent[0]} is None)" if absent else ""
+    error.add_note(
+        f"in {called}({', '.join(given)}), which register_statistic tries with {shapes or 'rows'}"
+        f"{without}"
+    )
 
 
 def _refuse_absent(called: str, family: Family, given: dict[str, Any], error: Exception) -> None:
@@ -162,6 +226,11 @@ def _described(result: Any) -> str:
 
 def _expect_rows(called: str, family: Family, found: dict) -> None:
     """Raise ValueError unless `local` returns the rows that the family's packets have."""
+    if found and not family.packet and not has_own(family, "packet_rows"):
+        raise ValueError(
+            f"{type(family).__name__}.packet must name the rows that {called} returns, got (): write "
+            f"packet = {tuple(sorted(found))!r}"
+        )
     if {*found} != {*family.packet} and family.packet:
         raise ValueError(
             f"{called} must return the rows that packet names, {sorted(family.packet)}, got "
@@ -169,10 +238,14 @@ def _expect_rows(called: str, family: Family, found: dict) -> None:
         )
 
 
-def _expect_per_token(called: str, found: tuple[dict, dict], shape: torch.Size) -> None:
-    """Raise ValueError unless each value and merged row has a number per token."""
+def _expect_per_token(
+    called: str, family: Family, found: tuple[dict, dict], shape: torch.Size
+) -> None:
+    """Raise ValueError unless each value and merged row of the family has a number per token."""
+    kinds = "value_rows", "flags", "merged_rows"
+    own = {row for kind in kinds for row in owners_of_rows(kind, (family,))}
     for name, x in (found[0] | found[1]).items():
-        if x.shape != shape:
+        if name in own and x.shape != shape:
             raise ValueError(
                 f"{called} must return a number per token, {list(shape)}, as {name!r}, got "
                 f"{list(x.shape)}"

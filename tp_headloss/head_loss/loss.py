@@ -9,6 +9,7 @@ ranks exchange something. Last, terms and metrics are evaluated on the statistic
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -19,6 +20,7 @@ from ..arguments.options import DEFAULTS, Options, Transform
 from ..arguments.sequences import SequenceReduction
 from ..call.agreement import Agreement
 from ..call.compile import uncompiled_where_needed
+from ..call.equal_results import compares_results
 from ..call.given import LINES, Given
 from ..call.request_of import build_request
 from ..call.statistics import computed_statistics
@@ -39,21 +41,14 @@ from ..spec import (
     described,
 )
 from ..spec.checks import refuse_transforms
+from . import remembered
 from .checks import Call, Inputs, check_call, local_arguments, replicated_facts
 from .definition import HeadLossDefinition, Reduction
 from .evaluation import checked_evaluation, compiled_evaluate, evaluate
 from .linear_ways import explained_linear, linear_output, linear_way_of
 from .named import refused_attribute
-from .output import HeadLossOutput, make_output
+from .output import HeadLossOutput, compared_output, make_output
 from .reduction import CallLoss
-from .remembered import (
-    checked_before,
-    kind_of_call,
-    kind_of_linear_call,
-    linear_checked_before,
-    remember,
-    remember_linear,
-)
 from .terms import Metrics, Term, Terms
 
 NO_OPTIONS = Linear()
@@ -85,7 +80,8 @@ class HeadLoss(nn.Module):
     attribute that is assigned changes nothing.
 
     Args:
-        terms: one `Term`, or a list of terms with distinct names; by default `CrossEntropy`.
+        terms: one `Term`, or a list of terms with distinct names, which is copied (`terms` is a
+            tuple); by default `CrossEntropy`.
         metrics: names, "accuracy", "entropy", "log_prob", "lse", "perplexity", "rank" and the
             statistics of teachers and sets, and `Metric`s such as ``PolicyMetrics()``; one, or a
             list. Outputs hold their sums, of "perplexity" that of the log-probs: see
@@ -173,9 +169,10 @@ class HeadLoss(nn.Module):
         replicated.
 
         Forward: one collective. Backward: no communication. All ranks of the shard's group call with
-        equal numbers of tokens, in one order. Nothing compares these without
-        ``Options(validate="full")``: a rank with no tokens, or a call that it leaves out, makes its
-        later exchanges meet other calls, and losses are wrong or wait.
+        equal numbers of tokens, in one order, and the values of terms and metrics are equal on them.
+        ``Options(validate="full")`` compares calls, and the sums of these values; nothing else does:
+        a rank with no tokens, or a call that it leaves out, makes its later exchanges meet other
+        calls, and losses are wrong or wait.
 
         Args:
             logits, labels, shard, transform: as in `vocab_statistics`.
@@ -206,11 +203,11 @@ class HeadLoss(nn.Module):
         """
         kind = self._kind(logits, labels, shard, token_weight, denominator, transform, inputs)
         again = logits, labels, shard, denominator, inputs, transform
-        found = kind and checked_before(self._definition, kind, *again)
+        found = kind and remembered.checked_before(self._definition, kind, *again)
         if found is None:
             given = self._given(logits, labels, shard, transform)
             call, request = self._checked(given, token_weight, denominator, inputs)
-            remember(kind, call, request)
+            remembered.remember(kind, call, request)
         else:
             call, request = found
         case = self._case(call, request)
@@ -218,7 +215,10 @@ class HeadLoss(nn.Module):
         stats, loss, sums = computed_statistics(
             request, call.labels, self._definition.options, way, way.reduction(case.loss)
         )
-        return make_output(call, stats, self._evaluate_functions, case.loss.fused, loss, sums)
+        made_of = call, stats, self._evaluate_functions, case.loss.fused, loss, sums
+        if compares_results(self._definition.options):
+            return compared_output(request.shard, partial(make_output, *made_of))
+        return make_output(*made_of)
 
     if TYPE_CHECKING:
 
@@ -304,7 +304,7 @@ class HeadLoss(nn.Module):
         if token_weight is not None:
             return None
         call = logits, labels, shard, denominator, inputs, transform
-        return kind_of_call(self._definition.options, *call)
+        return remembered.kind_of_call(self._definition.options, *call)
 
     def _checked_linear(
         self,
@@ -408,16 +408,19 @@ class HeadLoss(nn.Module):
         options, kind = self._definition.options, None
         again = hidden, weight, labels, shard, denominator, inputs
         if token_weight is None and transform is None and bias is None:
-            kind = kind_of_linear_call(options, *again, linear)
-        found = kind and linear_checked_before(self._definition, kind, *again)
+            kind = remembered.kind_of_linear_call(options, *again, linear)
+        found = kind and remembered.linear_checked_before(self._definition, kind, *again)
         if found is None:
             given = hidden, weight, labels, bias, shard, token_weight, denominator
             call, head = self._checked_linear(*given, transform, inputs, linear)
             way = linear_way_of(call, head)
-            remember_linear(kind, call, head, way)
+            remembered.remember_linear(kind, call, head, way)
         else:
             call, head, way = found
-        return linear_output(call, head, way, self._evaluate_functions)
+        out = linear_output(call, head, way, self._evaluate_functions)
+        if compares_results(options):
+            return compared_output(head.request.shard, lambda: out)
+        return out
 
     def _given(self, logits, labels, shard, transform) -> Given:
         """The arguments of a call with those of the definition."""

@@ -8,9 +8,11 @@ from typing import Annotated, Any, NamedTuple, TypeAlias
 import torch
 
 from ..arguments.sequences import SEQUENCE_REDUCTIONS
+from ..call.equal_results import EqualResults
 from ..engine.reductions import FusedReduction
 from ..ranks.comm import combine_metrics, reduce_metrics
 from ..ranks.groups import Group
+from ..ranks.shard import VocabShard
 from ..spec import Instance, TupleOf, checked
 from ..statistics import MaybeNone, VocabStatistics, documented_fields
 from .checks import Call
@@ -296,6 +298,18 @@ def _sums_by_name(out: HeadLossOutput) -> dict[str, torch.Tensor]:
     terms = {f"loss/{name}": x for name, x in out.terms.items()}
     terms |= {f"weighted/{name}": x * out.weights[name] for name, x in out.terms.items()}
     return terms | {f"count/loss/{name}": x for name, x in out.term_counts.items()} | out.metrics
+
+
+def compared_output(
+    shard: VocabShard | MaybeNone, make: Callable[[], HeadLossOutput]
+) -> HeadLossOutput:
+    """Make an output, whose terms and metrics the ranks of a shard compare, and their errors."""
+    with EqualResults(shard) as results:
+        out = make()
+        sums = {f"term {name!r}": x for name, x in out.terms.items()}
+        sums |= {f"metric {name!r}": x for name, x in out.metrics.items()}
+        results.record(out.stats.lse.numel(), sums)
+    return out
 
 
 def make_output(

@@ -49,20 +49,26 @@ class Term:
             it, too.
         function: ``function(stats, **inputs) -> [..] fp32``, a loss per token; `HeadLoss` masks and
             averages. It reads the statistics that it gets: those of another call train that one's
-            logits. A `StatisticValue`, such as ``StatisticValue("lse", square=True)``, needs no
-            kernel of its own, and wants its statistic by itself. To pickle a HeadLoss, use functions
-            of a module, and `functools.partial` for their constants, instead of lambdas, which all
-            have one name where ``Options(validate="full")`` compares functions by name.
+            logits. Values must be equal on all ranks of the shard's group: nothing of the rank's
+            own columns, no dropout by its own seed. A `StatisticValue`, such as
+            ``StatisticValue("lse", square=True)``, needs no kernel of its own, and wants its
+            statistic by itself. A term is not called itself: ``term.function(stats)`` has the
+            values alone. To pickle a HeadLoss, use functions of a module, and `functools.partial`
+            for their constants, instead of lambdas, which all have one name where
+            ``Options(validate="full")`` compares functions by name.
         weight: a tensor, floating point, is read in each call, so change it in place after the
-            backward, ``weight.fill_(0.1)``. It gets no gradient: a factor that is trained belongs
-            into the function.
+            backward, ``weight.fill_(0.1)``; between forward and backward, torch's backward raises
+            "modified by an inplace operation". It gets no gradient: a factor that is trained
+            belongs into the function.
         token_weight: ``token_weight(stats, **inputs) -> [..]``, whose sum is the divisor of this
             term's mean, and nothing else: multiply the values in `function` yourself.
         class_weight: replicated, column weights of the statistic "total", read in each call.
         inputs: names of the function's keyword arguments, which ``HeadLoss.forward(inputs={...})``
-            passes: tensors that broadcast to the labels' shape, "sequences", "teacher", "sets" or
-            "ids". Where the function wants "log_probs_at", "ids" are [.., K], and an input may have a
-            value for each; those below 0 are none.
+            passes: tensors that broadcast to the labels' shape, "sequences", "teacher" (a `Teacher`
+            or a `TopKTeacher`), "sets" or "ids". Name a teacher or sets only where the function
+            itself reads them: the call takes them for the statistics in `want` as well. Where the
+            function wants "log_probs_at", "ids" are [.., K], and an input may have a value for
+            each; those below 0 are none.
         tokenwise: True promises that a token's value depends on this token alone, so that the
             function may be called with some of the tokens [n] at a time, as a one-sweep
             `HeadLoss.linear` does. A `StatisticValue` always is. ``Options(check=True)`` compares.
@@ -149,8 +155,9 @@ class Metric:
 
     Args:
         function: ``function(stats, **inputs) -> {name: [..]}``, summed over tokens; "max_" and
-            "min_" names: extrema. Names are unique among the metrics; in `mean_metrics` a term of
-            the same name is "loss/" and the name.
+            "min_" names: extrema. Values must be equal on all ranks of the shard's group. Names are
+            unique among the metrics; in `mean_metrics` a term of the same name is "loss/" and the
+            name.
         inputs: inputs that the function takes, as in `Term`.
 
     Examples:

@@ -286,7 +286,8 @@ class Family:
 
     def finish(self, sums: dict, joined: Joined) -> tuple[dict, dict]:
         """Joined sums [N] -> values (and flags) by name, merged rows by name; float64. Each token by
-        itself: a call may have some of them at a time."""
+        itself: a call may have some of them at a time. sums has the rows of other families, too,
+        which are not returned."""
         return {}, {}
 
     def second(

@@ -1,0 +1,73 @@
+"""`Options(validate="full")`: what terms and metrics make of equal statistics is equal on all ranks.
+
+Statistics are equal in their bits. A function that reads something of its rank besides (a number that
+it closes over, the rank's own columns of logits, dropout by the rank's seed) gives each rank another
+loss, and gradients that belong to none. Ranks compare the sums over tokens, after the call's last
+exchange.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from .agreement import exchanged
+
+# Of a sum, and of a value for each token: ranks with other numbers of threads add up in another order.
+TOLERANCE, TOLERANCE_OF_TOKEN = 1e-5, 1e-7
+
+
+def compares_results(options) -> bool:
+    """True for options that have ranks compare, which torch.compile leaves to eager."""
+    return options is not None and options.validate != "metadata"
+
+
+class EqualResults:
+    """A block without collectives that makes results of statistics.
+
+    At its end the group's ranks exchange the results that `record` was given, and errors: all go on,
+    or raise the same exception. One rank exchanges nothing.
+
+        with EqualResults(shard) as results:
+            ...
+            results.record(tokens, {"term 'focal'": sum_over_tokens})
+    """
+
+    def __init__(self, shard):
+        has_others = shard is not None and shard.world_size > 1
+        self.group = shard.group if has_others else None
+        self.sums: dict[str, float] = {}
+        self.tokens = 0
+
+    def record(self, tokens: int, sums: dict[str, torch.Tensor]):
+        """Record sums over a number of tokens by what an error calls them. It waits for the device."""
+        if self.group is not None:
+            self.tokens = tokens
+            self.sums = {called: float(x.detach()) for called, x in sums.items()}
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        if self.group is None or not (error is None or isinstance(error, Exception)):
+            return
+        every = exchanged(self.sums, error, self.group)
+        if every is not None:
+            _expect_equal(every, TOLERANCE_OF_TOKEN * self.tokens)
+
+
+def _expect_equal(every: list[dict[str, float]], atol: float):
+    """Raise ValueError on all ranks if the sums of two ranks differ by more than rounding."""
+    for rank, sums in enumerate(every):
+        for called, first in every[0].items():
+            other = sums.get(called, math.nan)
+            is_nan = math.isnan(first) and math.isnan(other)
+            if is_nan or math.isclose(first, other, rel_tol=TOLERANCE, abs_tol=atol):
+                continue
+            raise ValueError(
+                f"{called} must have equal values on all ranks of the shard's group, got "
+                f"{first:.6g} on rank 0 and {other:.6g} on rank {rank} (sums over tokens): its "
+                "function reads something of its rank besides statistics and inputs; look for a "
+                "number that it closes over, the rank's own columns of logits, and dropout"
+            )

@@ -1,0 +1,82 @@
+"""What a family is made of: attributes of its own and of its classes, its functions, and the
+variables that these read.
+
+A registration looks for tables there, and full validation compares them between ranks.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from typing import Any
+
+from .family import Family
+
+
+def members_of_classes(kind: type) -> dict[str, list]:
+    """Return attributes of a class and of its bases below `Family` by name, with those that others
+    replace, which `super` reaches."""
+    found: dict[str, list] = {}
+    for base in kind.__mro__:
+        for name, x in vars(base).items():
+            if base not in Family.__mro__ and not name.startswith("__"):
+                found.setdefault(name, []).append(x)
+    return found
+
+
+def attributes_of(family: Family) -> dict[str, Any]:
+    """Return a family's attributes by name: its own, and those of its classes below `Family`."""
+    classes = members_of_classes(type(family))
+    return {name: values[0] for name, values in classes.items()} | vars(family)
+
+
+def function_of(value: Any) -> types.FunctionType | None:
+    """Return the function of a method, a property or a static method; None for any other value."""
+    function = inspect.unwrap(getattr(value, "fget", value))
+    return function if isinstance(function, types.FunctionType) else None
+
+
+def closure_of(function: types.FunctionType) -> dict[str, Any]:
+    """Return the variables of outer functions that a function reads, by name."""
+    found = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+        try:
+            found[name] = cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+    return found
+
+
+def variables_of(function: types.FunctionType) -> dict[str, Any]:
+    """Return what a function reads besides its arguments, by name: its closure, its defaults, and
+    variables of its module."""
+    defaults = inspect.signature(function).parameters.values()
+    names = names_in(function.__code__)
+    of_module = {name: x for name, x in function.__globals__.items() if name in names}
+    of_defaults = {p.name: p.default for p in defaults if p.default is not p.empty}
+    return of_module | of_defaults | closure_of(function)
+
+
+def names_in(code: types.CodeType) -> set[str]:
+    """Return the names of attributes and of variables of the module that code reads."""
+    found = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found |= names_in(constant)
+    return found
+
+
+def functions_of(family: Family) -> list[types.FunctionType]:
+    """Return the functions of a family and of its classes, and those of their modules that these
+    call."""
+    found: list[types.FunctionType] = []
+    waiting = [x for values in members_of_classes(type(family)).values() for x in values]
+    waiting += vars(family).values()
+    while waiting:
+        function = function_of(waiting.pop())
+        if function is None or function in found:
+            continue
+        found.append(function)
+        read = [x for x in variables_of(function).values() if isinstance(x, types.FunctionType)]
+        waiting += [x for x in read if x.__module__ == function.__module__]
+    return found
