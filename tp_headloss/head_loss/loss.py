@@ -170,9 +170,8 @@ class HeadLoss(nn.Module):
 
         Forward: one collective. Backward: no communication. All ranks of the shard's group call with
         equal numbers of tokens, in one order, and the values of terms and metrics are equal on them.
-        ``Options(validate="full")`` compares calls, and the sums of these values; nothing else does:
-        a rank with no tokens, or a call that it leaves out, makes its later exchanges meet other
-        calls, and losses are wrong or wait.
+        Only ``Options(validate="full")`` compares calls, and the sums of these values: a rank with
+        no tokens, or that leaves a call out, has its later exchanges meet other calls, silently.
 
         Args:
             logits, labels, shard, transform: as in `vocab_statistics`.
