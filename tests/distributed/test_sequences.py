@@ -269,6 +269,96 @@ def test_sequences_alone_refuse_the_group_of_a_shard():
     assert on_ranks(2, group_of_the_vocabulary_run) == [3, 3]
 
 
+def data_parallel_run(group, device, given, validate):
+    """Rows of other sequences on each rank, whose group is given as if it were context-parallel."""
+    rank = dist.get_rank(group)
+    rows = 2 + rank if given == "their number" else 2
+    x = torch.randn(rows, 3, V, device=device)
+    labels = torch.randint(0, V, (rows, 3), device=device)
+    old = hl.log_probs(x, labels, differentiable=False).log_prob
+    mask = labels >= 0
+    lengths = torch.full((rows,), 3.0, device=device) if given == "their number" else None
+    if given == "packed":
+        x, labels, old, mask = (each.flatten(0, 1) for each in (x, labels, old, mask))
+        bounds = torch.tensor([0, 3, 6], device=device)
+        sequences = hl.Sequences.from_cu_seqlens(bounds, mask, group=group)
+    else:
+        sequences = hl.Sequences.from_mask(mask, lengths=lengths, group=group)
+    advantages = torch.arange(rows, device=device) + 1.0
+    advantages += rank * (given in ("rows", "packed"))
+    if given != "packed":
+        advantages = advantages[:, None]
+    if given == "an input is missing" and rank == 1:
+        old = old[:, :1]
+    inputs = {"advantages": advantages, "old_log_prob": old, "sequences": sequences}
+    head = hl.HeadLoss(
+        hl.PolicyGradient("gspo"),
+        reduction="seq-mean-token-mean",
+        options=hl.Options(validate=validate),
+    )
+    return head(x, labels, inputs=inputs).loss.item()
+
+
+DATA_PARALLEL = {
+    "rows": "agree on the values per sequence of 'advantages': rank 0 of the group has torch.float3",
+    "packed": "agree on the values per sequence of 'advantages'",
+    "their number": "agree on the number of sequences: rank 0 of the group has 2, got 3 on rank 1",
+}
+
+
+@pytest.mark.parametrize("given", DATA_PARALLEL)
+def test_full_validation_finds_a_data_parallel_group_of_sequences(given):
+    for failure in on_ranks(2, data_parallel_run, given, "full", failures=True):
+        assert failure.kind == "ValueError" and DATA_PARALLEL[given] in failure.message, failure
+        assert "must be the context-parallel group" in failure.message
+
+
+def test_an_error_of_one_context_parallel_rank_is_that_of_all():
+    failures = on_ranks(2, data_parallel_run, "an input is missing", "full", failures=True)
+    assert [failure.kind for failure in failures] == ["ValueError"] * 2
+    for failure in failures:
+        assert "on rank 1 of the group: input 'old_log_prob' must" in failure.message, failure
+
+
+def test_right_sequences_of_a_group_agree():
+    full, plain = (on_ranks(2, data_parallel_run, "", how) for how in ("full", "metadata"))
+    assert full == plain
+
+
+def one_token_run(group, device):
+    """A context-parallel rank has one token of each sequence, whose advantages are per token."""
+    x = torch.randn(2, 1, V, device=device)
+    labels = torch.ones(2, 1, dtype=torch.long, device=device)
+    advantages = torch.full((2, 1), 1.0 + dist.get_rank(group), device=device)
+    sequences = hl.Sequences.from_mask(labels >= 0, group=group)
+    head = hl.HeadLoss(hl.PolicyGradient("reinforce"), options=hl.Options(validate="full"))
+    head(x, labels, inputs={"advantages": advantages, "sequences": sequences})
+    return len(sequences)
+
+
+def test_values_per_token_are_not_compared():
+    assert on_ranks(2, one_token_run) == [2, 2]
+
+
+def error_of_one_shard_run(group, device):
+    """Four ranks, 2 of the vocabulary times 2 of the context; the last one's labels are wrong."""
+    tp, cp = two_by_two()
+    shard = hl.VocabShard.from_group(tp, V)
+    labels = torch.zeros(2, 3, dtype=torch.long, device=device)
+    sequences = hl.Sequences.from_mask(labels >= 0, group=cp)
+    if dist.get_rank() == 3:
+        labels = labels.float()
+    head = hl.HeadLoss(reduction="seq-mean-token-mean", options=hl.Options(validate="full"))
+    x = torch.zeros(2, 3, shard.width, device=device)
+    head(x, labels, shard=shard, inputs={"sequences": sequences})
+
+
+def test_an_error_of_one_rank_is_that_of_its_shard_and_of_its_context():
+    failures = on_ranks(4, error_of_one_shard_run, failures=True)
+    assert [failure.kind for failure in failures] == ["TypeError"] * 4
+    assert all("labels must be int64 or int32" in failure.message for failure in failures)
+
+
 def spread_run(group, device):
     """f(spread(sum)) with a loss that is partial on each rank: the gradient needs the other ranks'
     part."""

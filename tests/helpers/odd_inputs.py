@@ -480,7 +480,7 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
             "a set of the whole vocabulary": rows(**kept(list(range(V)))),
             "a bad set of an ignored token": relabelled(-100, zero=(2,), **kept([1, 40, V, 32], offsets=[0, 1, 2, 3, 4], expected=lambda x, labels: 0 * x.sum(-1))),
         },
-        "a set that is empty, lacks the label, or holds an id at or beyond the vocabulary; offsets that descend or leave the ids": {
+        "a set that is empty, lacks the label, or holds an id at or beyond the vocabulary; on GPUs, offsets that descend or leave the ids": {
             "an empty set": rows(**kept([-1, -2], nan=tuple(range(N)))),
             "sets of no ids": rows(**kept([[]] * N, nan=tuple(range(N)), expected=lambda x, labels: x.sum(-1))),
             "a set without the label": rows(**kept([1, 3, 32, 40], nan=(2,), nan_columns=everywhere)),
@@ -494,10 +494,11 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
             "a log-prob at id V": rows(**at([V], nan=tuple(range(N)))),
             "a log-prob at id V, with check": refused("ValueError: ids of token 0 (flat index) must be below 64, got [64]; 4 such tokens", options={"check": True}, **at([V])),
         },
-        "sets of other tokens or another type, not wanted or missing": {
+        "sets of other tokens or another type, not wanted or missing; on CPUs, offsets that do not ascend from 0 to the number of ids": {
             "sets of other tokens": refused("ValueError: sets.ids must have shape [4, K] to fit logits, got [3, 2]", keywords=wrong_sets(torch.zeros(3, 2).long())),
             "sets of one dimension": refused("ValueError: sets.ids must have shape [4, K] to fit logits, got [4]", keywords=wrong_sets(torch.zeros(4).long())),
-            "offsets of other tokens": refused("ValueError: sets must be of tokens [4], or these flat, got [2]", keywords=lambda here: {"want": ("set_entropy",), "sets": hl.IdSets.from_csr(here.labels, here.labels[:3])}),
+            "offsets of other tokens": refused("ValueError: sets must be of tokens [4], or these flat, got [2]", keywords=lambda here: {"want": ("set_entropy",), "sets": hl.IdSets.from_csr(here.labels, here.to(torch.tensor([0, 2, N])))}),
+            "offsets on a CPU that descend": refused("ValueError: offsets must be ascending from 0 to 4, so that each id is in one set, got [0, 3, 2, 4]", keywords=lambda here: {"want": ("set_entropy",), "sets": hl.IdSets.from_csr(torch.zeros(4).long(), torch.tensor([0, 3, 2, 4]))}),
             "float ids in a set": refused("TypeError: sets.ids must be int64 or int32, got torch.float32", keywords=wrong_sets(torch.zeros(N, 2))),
             "a mask of numbers": refused("TypeError: sets.mask must be bool, got torch.int64", keywords=wrong_sets(torch.zeros(N, 2).long(), torch.ones(N, 2).long())),
             "a tensor as sets": refused("TypeError: sets must be an IdSets, got Tensor", keywords=lambda here: {"want": ("set_entropy",), "sets": here.labels}),

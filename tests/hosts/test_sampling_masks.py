@@ -71,9 +71,11 @@ def test_logprobs_are_no_masks(host, case):
 
 def test_masks_whose_ids_are_not_each_in_one_set_are_refused():
     for ids, counts in (([1, 2, 3, 4], [1, 1]), ([1, 2], [3, -1])):
-        with pytest.raises(ValueError, match=r"each of its . ids in one set, got offsets"):
+        with pytest.raises(ValueError, match=r"so that each id is in one set, got \[0, "):
             sampling_masks.from_prime_rl([SimpleNamespace(ids=ids, counts=counts)])
-    with pytest.raises(ValueError, match=r"each of its 3 ids in one set, got offsets \[0, 2\]"):
+    with pytest.raises(
+        ValueError, match=r"from 0 to 3, so that each id is in one set, got \[0, 2\]"
+    ):
         sampling_masks.from_vllm([SimpleNamespace(token_ids=[1, 2, 3], offsets=[0, 2])])
     with pytest.raises(ValueError, match=r"sizes in \[0, 2\], got \[5, -3\]"):
         sampling_masks.from_nemo_rl(

@@ -188,6 +188,11 @@ def test_verl_linear_cross_entropy_refuses_what_it_would_ignore():
         ValueError, match=r"temperature must be of tokens \[2, 3\], or these flat, got \[3, 2\]"
     ):
         verl.linear_cross_entropy(rows, weight, turned.view(2, 3), torch.ones(3, 2))
+    per_row = torch.tensor([0.5, 2.0])
+    with pytest.raises(ValueError, match=r"got \[2\]: pass its \[:, None\]\.expand\(2, 3\)"):
+        verl.linear_cross_entropy(rows, weight, turned.view(2, 3), per_row)
+    with pytest.raises(ValueError, match=r"labels must be of tokens \[2, 3\], .*, got \[3\]$"):
+        verl.linear_cross_entropy(rows, weight, turned.view(6)[:3])
     found, expected = (verl.linear_cross_entropy(rows[:1], weight, y, t)[0] for y, t in (
         (turned.view(1, 6)[:, :3], torch.ones(3)), (turned.view(6)[:3], 1.0)))  # fmt: skip
     assert torch.equal(found, expected)

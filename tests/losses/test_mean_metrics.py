@@ -373,6 +373,33 @@ def test_the_group_of_the_vocabulary_is_refused(is_other):
         assert "got the group of a VocabShard" in message
 
 
+def larger_group_run(group, device):
+    """Four ranks, of which 0 and 1, and 2 and 3 share a vocabulary."""
+    pairs = [torch.distributed.new_group(ranks) for ranks in ((0, 1), (2, 3), (0, 2), (1, 3))]
+    rank = torch.distributed.get_rank(group)
+    shard = hl.VocabShard.from_group(pairs[rank // 2], V)
+    x, labels = (part.to(device) for part in batches())
+    out = HEAD(x[..., shard.start : shard.stop], labels, shard=shard)
+    with pytest.raises(
+        ValueError, match=r"another one with several of its ranks, .* several times"
+    ):
+        hl.mean_metrics(out, group)
+    with pytest.raises(ValueError, match="pass the group of ranks that have this rank's part"):
+        hl.reduce_metrics(out.metrics, group)
+    own = pairs[2 + rank % 2]
+    cycle = [out.means()["loss"] - hl.mean_metrics(out, own)["loss"], shard]
+    cycle.append(cycle)
+    del shard, out
+    difference = float(cycle[0])
+    del cycle  # a shard that nobody can use any more is none
+    sums = hl.reduce_metrics({"a": torch.ones((), device=device)}, group)
+    return difference, sums["a"].item()
+
+
+def test_a_group_that_has_ranks_of_one_vocabulary_among_others_is_refused():
+    assert on_ranks(4, larger_group_run) == [(0.0, 4.0)] * 4
+
+
 @pytest.mark.parametrize(
     "name",
     [

@@ -166,6 +166,22 @@ def test_vespo_takes_the_log_weights_of_the_rollout_with_each_batch(device):
         hl.PolicyGradient("clip", rollout_log_weight=True)
 
 
+def test_the_log_weight_of_the_rollout_makes_vespos_ratio_that_to_the_generator():
+    x, labels, mask, inputs = problem()
+    sequences = hl.Sequences.from_mask(mask)
+    log_prob = hl.log_probs(x, labels, differentiable=False).log_prob
+    generator = inputs["old_log_prob"] - 0.3 * torch.rand(log_prob.shape)
+    given = {"advantages": inputs["advantages"], "sequences": sequences}
+    weighted = hl.losses.vespo(
+        log_prob,
+        old_log_prob=inputs["old_log_prob"],
+        rollout_log_weight=inputs["old_log_prob"] - generator,
+        **given,
+    )
+    expected = hl.losses.vespo(log_prob, old_log_prob=generator, **given)
+    torch.testing.assert_close(weighted[mask], expected[mask], rtol=1e-4, atol=1e-6)
+
+
 def clamped_kl(stats, reference_log_prob, weight):
     keywords = {"reference_log_prob": reference_log_prob, "input_clamp": None, "output_clamp": None}
     return (weight * hl.losses.kl_estimate(stats.log_prob, **keywords)).clamp(-10, 10)

@@ -1,6 +1,7 @@
 """Inputs, masks, weights, denominators and options that callers give to a policy gradient."""
 
 import math
+import re
 import warnings
 from pathlib import Path
 
@@ -264,3 +265,65 @@ def test_the_sum_of_a_sequences_log_probs_is_never_to_be_expanded(fewer):
             line.check("x", FEWER[fewer](log_prob), {"..": ((B, S), "labels")})
         with pytest.raises(ValueError, match=rf"pass its .reshape\({B}, {S}\)"):
             line.check("x", log_prob.flatten(), {"..": ((B, S), "labels")})
+
+
+def nested(x, lengths):
+    """Rows [B, S, ..] of so many tokens as a nested tensor, which verl has of a batch."""
+    rows = [row[:length] for row, length in zip(x, lengths)]
+    return torch.nested.nested_tensor(rows, layout=torch.jagged)
+
+
+@pytest.mark.parametrize("wrong", ["logits", "labels", "old_log_prob", "log_probs", "losses"])
+def test_nested_tensors_are_refused_with_what_to_write(wrong):
+    logits, labels = torch.zeros(2, 3, 7), torch.zeros(2, 3, dtype=torch.long)
+    given = {"logits": logits, "labels": labels, "old_log_prob": torch.zeros(2, 3)}
+    given |= {name: nested(x, (3, 2)) for name, x in given.items() if name == wrong}
+    inputs = {"advantages": torch.ones(2, 1), "old_log_prob": given["old_log_prob"]}
+    packed = re.escape("a nested one: packed, pass the .values() of all nested arguments, with")
+    with pytest.raises(TypeError, match=packed):
+        if wrong == "log_probs":
+            hl.log_probs(nested(logits, (3, 2)), labels)
+        elif wrong == "losses":
+            hl.losses.reinforce(nested(torch.zeros(2, 3), (3, 2)), advantages=torch.ones(2, 3))
+        else:
+            hl.HeadLoss(hl.PolicyGradient())(given["logits"], given["labels"], inputs=inputs)
+
+
+def test_what_the_error_of_nested_tensors_advises_is_one_loss():
+    generator = torch.Generator().manual_seed(0)
+    lengths = 3, 2
+    x = torch.randn(2, 3, 7, generator=generator)
+    y = torch.randint(0, 7, (2, 3), generator=generator)
+    old = torch.randn(2, 3, generator=generator) - 2.0
+    logits, labels, old_log_prob = (nested(each, lengths) for each in (x, y, old))
+    advantages = torch.tensor([1.5, -0.5])
+    grpo = hl.GRPO()
+    packed = {
+        "advantages": advantages,
+        "old_log_prob": old_log_prob.values(),
+        "sequences": hl.Sequences.from_cu_seqlens(labels.offsets()),
+    }
+    of_packed = grpo(logits.values(), labels.values(), inputs=packed).loss
+    shown = labels.to_padded_tensor(-100)
+    padded = {
+        "advantages": advantages[:, None],
+        "old_log_prob": old_log_prob.to_padded_tensor(0.0),
+        "sequences": hl.Sequences.from_mask(shown != -100),
+    }
+    of_padded = grpo(logits.to_padded_tensor(0.0), shown, inputs=padded).loss
+    log_p = x.log_softmax(-1).gather(-1, y[..., None])[..., 0]
+    ratio = (log_p - old).exp()
+    a = advantages[:, None]
+    per_token = -torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a)
+    expected = torch.stack([per_token[0].mean(), per_token[1, :2].mean()]).mean()
+    torch.testing.assert_close(of_packed, expected)
+    torch.testing.assert_close(of_padded, expected)
+
+
+def test_other_nested_tensors_are_told_only_what_they_can_do():
+    rows = [torch.zeros(3, 7), torch.zeros(2, 7)]
+    with pytest.raises(TypeError, match=r"a nested one: pad it, to_padded_tensor\(0.0\), of lab"):
+        hl.vocab_statistics(torch.nested.nested_tensor(rows))
+    turned = torch.nested.nested_tensor(rows, layout=torch.jagged).transpose(1, 2)
+    with pytest.raises(TypeError, match=r"shows a part of its memory, make it .contiguous\(\)"):
+        hl.vocab_statistics(turned)

@@ -317,7 +317,41 @@ MESSAGES = {
     ),
     "a whole loss as a term": (
         lambda: HeadLoss([PPO(), ZLoss(1e-4)]),
-        "got HeadLoss: it is a whole loss, whose terms",
+        "it is a whole loss, whose terms go here: write HeadLoss([*loss.terms, ..]), or where it",
+    ),
+    "a whole loss of sequences as a term": (
+        lambda: HeadLoss([GRPO(ignore_index=0, options=Options()), KLToReference(0.01)]),
+        "write HeadLoss([*loss.terms, ..], reduction='seq-mean-token-mean', ignore_index=0, "
+        "options=loss.options), or where it is a preset such as GRPO(..) its own kl= (of",
+    ),
+    "another module as a term": (
+        lambda: HeadLoss([CausalLMLoss()]),
+        "got CausalLMLoss: it is a whole loss, whose terms go here",
+    ),
+    "two terms that take a name": (
+        lambda: HeadLoss([KLToReference(0.1), KLToReference(0.2, "k2")]),
+        "or give another name: PolicyGradient, KLToReference, Distillation and TopKDistillation",
+    ),
+    "positions of a row": (
+        lambda: sample(LOGITS, seed=0, positions=torch.arange(5)),
+        "got [5]: one number for each token that no other draw with this seed has, in a first one",
+    ),
+    "one position": (
+        lambda: sample(LOGITS, seed=0, positions=torch.tensor(3)),
+        "got []: one number for each token that no other draw",
+    ),
+    "positions that would be equal": (
+        lambda: sample(LOGITS, seed=0, positions=torch.arange(2)[:, None]),
+        "got [2, 1]: one number for each token that no other draw",
+    ),
+    "a number as positions": (
+        lambda: sample(LOGITS, seed=0, positions=3),
+        "got int: one number for each token that no other draw with this seed has, in a first one "
+        "torch.arange(B * S).view(B, S) for tokens [B, S]",
+    ),
+    "a top_p of 0": (
+        lambda: SamplingRule(top_p=0),
+        "in (0, 1], got 0: None is for all ids, and top_k=1 for the likeliest alone",
     ),
     "one statistic": (
         lambda: Term("own", lambda stats: stats.lse, want="entropy"),
@@ -356,7 +390,7 @@ MESSAGES = {
     ),
     "positions in floating point": (
         lambda: sample(LOGITS[0], positions=torch.ones(5), seed=0),
-        "positions must be int64 or int32, got torch.float32: pass its .long()",
+        "positions must be int64 or int32, got torch.float32: one number for each token that no",
     ),
     "Hinton's alpha": (
         lambda: Distillation(alpha=0.5),
@@ -394,7 +428,7 @@ MESSAGES = {
     ),
     "two terms of one objective": (
         lambda: HeadLoss([PolicyGradient(), PolicyGradient()]),
-        "add up the weights of equal ones, or give another name, PolicyGradient(.., name=..), ",
+        "add up the weights of equal ones, or give another name: PolicyGradient, KLTo",
     ),
     "no teacher": (
         lambda: HeadLoss(Distillation())(LOGITS, LABELS),
@@ -689,7 +723,7 @@ MESSAGES = {
     ),
     "two terms of one name": (
         lambda: HeadLoss([CrossEntropy(), CrossEntropy(0.5)]),
-        "or of terms that take none dataclasses.replace(term, name=..)",
+        "and of any other term dataclasses.replace(term, name=..) has another one",
     ),
     "a shard without its group": (
         lambda: VocabShard.from_group(53),
@@ -782,6 +816,26 @@ def test_a_loss_per_token_is_no_number_and_its_errors_say_what_to_write():
 
 
 ATTRIBUTES = {
+    "sequences on another device": (
+        lambda: Sequences.from_mask(LABELS == 0).to("cpu"),
+        "Sequences has no 'to': it must be made anew of its tensors, Sequences.from_mask(mask.to(",
+    ),
+    "a teacher on another device": (
+        lambda: TopKTeacher(LABELS[..., None], LOGITS[..., :1]).cuda(),
+        "anew of its tensors, TopKTeacher(ids.cuda(..), log_probs.cuda(..), ..)",
+    ),
+    "a transform on another device": (
+        lambda: Transform(temperature=torch.ones(2, 5)).cpu(),
+        "anew of its tensors, Transform(temperature=temperature.cpu(..))",
+    ),
+    "a rule on another device": (
+        lambda: SamplingRule(top_p=torch.ones(2, 5)).to("cpu"),
+        "anew of its tensors, SamplingRule(top_p=top_p.to(..))",
+    ),
+    "sets on another device": (
+        lambda: IdSets(LABELS[..., None]).cuda(),
+        "IdSets have no 'cuda': write .to('cuda')",
+    ),
     "a method of tensors": (
         lambda: log_probs(LOGITS, LABELS).sum,
         "LogProbs has no 'sum': its fields are .log_prob, .entropy, .lse",

@@ -1,6 +1,9 @@
 """Statistics over sets of ids against float64: values, gradients, layouts of sets and of tokens,
 exactness."""
 
+import re
+from unittest import mock
+
 import oracle
 import pytest
 import torch
@@ -10,6 +13,7 @@ from ranks import on_ranks
 from sets_problem import NAMES, N, V, gradient, listed, padded, ragged, rows, truth
 
 from tp_headloss import IdSets, Options, VocabShard, vocab_statistics
+from tp_headloss.arguments import id_sets
 from tp_headloss.engine.backend import load_backend
 
 FORMS = {"padded": padded, "masked": lambda s: padded(s, filler=V + 7), "csr": ragged,
@@ -163,8 +167,40 @@ def test_sets_of_no_tokens_and_of_no_ids(shape, options, device):
     assert stats.set_log_mass.shape == shape[:1] and stats.set_log_mass.isnan().all()
 
 
+UNSOUND = {
+    "counts": ([1] * 6, 6, "got [1, 1, 1, 1, 1, 1]: counts? Pass torch.nn.functional.pad(counts."),
+    "counts after a 0": (
+        [0, 2, 4],
+        6,
+        "counts? Pass torch.nn.functional.pad(counts.cumsum(0), (1, ",
+    ),
+    "a later part": ([2, 4, 5], 6, ": of a part of the ids? Pass ids[2:5] and offsets - 2"),
+    "a first part": ([0, 4, 5], 6, ": of a part of the ids? Pass ids[0:5] and offsets - 0"),
+    "descending": (
+        [0, 4, 2, 6],
+        6,
+        "ascending from 0 to 6, so that each id is in one set, got [0,",
+    ),
+    "beyond the ids": ([0, 4, 9], 6, "from 0 to 6, so that each id is in one set, got [0, 4, 9]"),
+}
+
+
+@pytest.mark.parametrize("case", UNSOUND)
+def test_offsets_that_leave_ids_out_are_refused_on_cpus(case):
+    offsets, count, words = UNSOUND[case]
+    with pytest.raises(ValueError, match=re.escape(words)):
+        IdSets.from_csr(torch.arange(count), torch.tensor(offsets))
+
+
+def test_what_the_error_of_counts_advises_are_the_sets():
+    counts = torch.tensor([1, 2, 0, 3])
+    offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    assert IdSets.from_csr(torch.arange(6), offsets).tolist() == [[0], [1, 2], [], [3, 4, 5]]
+
+
 def test_sets_never_overlap_and_never_leave_the_ids():
-    spans = IdSets.from_csr(torch.arange(5), torch.tensor([0, 2, 4, 2, 3, 4, 9])).spans
+    with mock.patch.object(id_sets, "expect_offsets"):  # as on GPUs, which nothing waits for
+        spans = IdSets.from_csr(torch.arange(5), torch.tensor([0, 2, 4, 2, 3, 4, 9])).spans
     assert spans.tolist() == [[0, 2], [2, 4], [0, 0], [0, 0], [0, 0], [0, 0]]
     assert IdSets.from_csr(torch.arange(5), torch.tensor([0, 0, 3, 5])).spans.tolist() == [
         [0, 0],

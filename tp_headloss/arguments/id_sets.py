@@ -81,13 +81,18 @@ class IdSets:
 
         Args:
             ids: the sets one after the other, in the order of flattened labels.
-            offsets: ascending in [0, all]; where they are not, the set is empty. Ids outside of
-                them are in no set.
+            offsets: ascending from 0 to all. Others are a ValueError on CPUs. On GPUs nothing
+                waits for their values: where they descend or leave the ids, the set is empty, and
+                ids outside of them are in no set.
 
+        Raises:
+            ValueError: no offsets, or on CPUs others than such.
         """
         if not len(offsets):
             raise ValueError("offsets must be [N + 1] for N tokens, got none")
         offsets = offsets.long()
+        if offsets.device.type == "cpu" and not torch.compiler.is_compiling():
+            expect_offsets(offsets, len(ids))
         begin, end = offsets[:-1], offsets[1:]
         # sets that overlap could not be worked on at the same time
         sound = (
@@ -183,6 +188,8 @@ class IdSets:
 
     def __getattr__(self, name: str):
         said = ": they have .ids and .spans, and .tolist()" * hasattr(torch.Tensor, name)
+        if name in ("cuda", "cpu"):
+            said = f": write .to({name!r})"
         raise AttributeError(f"IdSets have no {name!r}{said}")
 
     def __getitem__(self, index) -> IdSets:
@@ -312,6 +319,26 @@ class IdSets:
         self.expect_tokens(lead)
         sets = self if self.spans is None else ragged(self.ids, self.spans.reshape(*lead, 2))
         return sets._map(function)
+
+
+def expect_offsets(offsets: torch.Tensor, count: int):
+    """Raise ValueError unless offsets ascend from 0 to the number of ids. Reads their values."""
+    ascend = not bool((offsets.diff() < 0).any())
+    first, last = offsets[[0, -1]].tolist()
+    if ascend and (first, last) == (0, count):
+        return
+    may_be_counts = int(offsets.sum()) == count and int(offsets.min()) >= 0
+    are_of_a_part = ascend and 0 <= first <= last <= count
+    advice = []
+    if may_be_counts:
+        advice.append("counts? Pass torch.nn.functional.pad(counts.cumsum(0), (1, 0))")
+    if are_of_a_part:
+        advice.append(f"of a part of the ids? Pass ids[{first}:{last}] and offsets - {first}")
+    said = ": " * bool(advice) + "; ".join(advice)
+    raise ValueError(
+        f"offsets must be ascending from 0 to {count}, so that each id is in one set, got "
+        f"{offsets[:16].tolist()}{said}"
+    )
 
 
 def ragged(ids: torch.Tensor, spans: torch.Tensor) -> IdSets:

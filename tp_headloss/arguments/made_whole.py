@@ -1,6 +1,21 @@
-"""`MadeWhole`: a base of arguments whose parts nobody can take."""
+"""`MadeWhole`: a base of arguments whose parts nobody can take, and which nobody can move."""
 
 from typing import NoReturn
+
+
+def _not_moved(name: str) -> property:
+    """Return a property for a method of tensors, whose AttributeError says what to write.
+
+    So `hasattr` stays False, by which trainers find out what of a batch they can move.
+    """
+
+    def refuse(self) -> NoReturn:
+        made = self.made_anew.replace("[..]", f".{name}(..)")
+        raise AttributeError(
+            f"{type(self).__name__} has no {name!r}: it must be made anew of its tensors, {made}"
+        )
+
+    return property(refuse, doc="Raises AttributeError: it is made anew of moved tensors.")
 
 
 class MadeWhole:
@@ -8,6 +23,10 @@ class MadeWhole:
 
     # how it is made of parts of its tensors
     made_anew = ""
+
+    to = _not_moved("to")
+    cuda = _not_moved("cuda")
+    cpu = _not_moved("cpu")
 
     def __getitem__(self, _index) -> NoReturn:
         raise TypeError(

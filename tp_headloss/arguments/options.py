@@ -11,13 +11,14 @@ from ..engine.backend import Backend
 from ..engine.transports import TRANSPORTS, TransportName
 from ..spec import TINY, Bias, NumberLine, OneOf, PositiveFp32, Temperature, checked
 from ..spec.checks import expect_number
+from .made_whole import MadeWhole
 
 GradientWay: TypeAlias = Literal["auto", "forward", "backward"]
 
 
 @checked
 @dataclass(frozen=True)
-class Transform:
+class Transform(MadeWhole):
     """z = softcap * tanh((x + bias) * scale / softcap) / temperature, computed inside the kernels
     in fp32.
 
@@ -35,6 +36,7 @@ class Transform:
         tensor([3.8770])
     """
 
+    made_anew = "Transform(temperature=temperature[..])"
     of_int = of_float = ": write Transform(temperature={})"  # in its place
     bias: Bias | None = None
     scale: Annotated[float, NumberLine(-1 / TINY, 1 / TINY, "other than 0 and finite in fp32")] = (

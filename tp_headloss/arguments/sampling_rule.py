@@ -11,6 +11,7 @@ import torch
 
 from ..spec import LEAST, Floating, Ids, IntLine, NumberLine, Share, Sizes, TensorLine, checked
 from ..spec.checks import refuse_tokens
+from .made_whole import MadeWhole
 
 # of values in tensors: name, lowest, highest, words
 RANGES = (
@@ -18,12 +19,13 @@ RANGES = (
     ("top_p", LEAST, 1, "in (0, 1]"),
     ("min_p", 0, 1, "in [0, 1]"),
 )
+NO_TOP_P = ": None is for all ids, and top_k=1 for the likeliest alone"
 MOST_IDS = 1 << 24  # so that a logit and an id fit an int64, and the masses of all ids have 38 bits
 
 
 @checked
 @dataclass(frozen=True)
-class SamplingRule:
+class SamplingRule(MadeWhole):
     """Which ids of a token a sampler keeps, in vLLM's order: min-p, then top-k of these, then top-p
     of those.
 
@@ -47,12 +49,13 @@ class SamplingRule:
         SamplingRule(top_k=50, top_p=0.9, min_p=None)
     """
 
+    made_anew = "SamplingRule(top_p=top_p[..])"
     remedy = ": pass kept_ids(logits, rule, ..)"  # in the place of sets
     # in its place
     of_int = ": write SamplingRule(top_k={})"
     of_float = ": write SamplingRule(top_p={0}), or min_p={0}"
     top_k: Annotated[int, IntLine(1, hint=": None is for all ids")] | Ids | None = None
-    top_p: Annotated[float, NumberLine(LEAST, 1, "in (0, 1]")] | Floating | None = None
+    top_p: Annotated[float, NumberLine(LEAST, 1, "in (0, 1]", NO_TOP_P)] | Floating | None = None
     min_p: Share | Floating | None = None
 
     def __post_init__(self):

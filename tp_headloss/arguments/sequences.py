@@ -36,13 +36,18 @@ class Sequences(MadeWhole):
 
     With a ``group`` each of its ranks holds a part of every sequence (context parallelism):
     sequence i is the same on all ranks, though its tokens differ, and B is (ranks with another B
-    abort or hang, as in any collective). Every sum over sequences then takes one more small
-    collective, and so does the construction, unless ``lengths`` is given: all ranks make as many,
-    in the same order. Where one has another number of batches, the sums of different batches are
-    added up, silently, and the last ones abort or hang. Then leave ``group`` out, add up the sums of each
-    rank's batches, and all-reduce this [B] once at the end. The group that shares the
-    vocabulary, whose ranks hold the same tokens, is a ValueError. In a larger group such ranks
-    count once each, which `HeadLoss` refuses and `sum` does not see.
+    abort or hang, as in any collective). It is never the data-parallel group: sequence i of all its
+    ranks would be taken for one, silently. ``Options(validate="full")`` compares over the group
+    what `HeadLoss` gets per sequence, such as advantages [B] or [B, 1]; of values per token it
+    cannot know.
+
+    Every sum over sequences of a ``group`` takes one more small collective, and so does the
+    construction, unless ``lengths`` is given: all ranks make as many, in the same order. Where one
+    has another number of batches, the sums of different batches are added up, silently, and the
+    last ones abort or hang. Then leave ``group`` out, add up the sums of each rank's batches, and
+    all-reduce this [B] once at the end. The group that shares the vocabulary, whose ranks hold the
+    same tokens, is a ValueError. In a larger group such ranks count once each, which `HeadLoss`
+    refuses and `sum` does not see.
 
     Invalid bounds (out of order, outside of the tokens, or lengths that add up to the tokens) and
     invalid lengths (negative, or not finite) are a ValueError on CPUs. On GPUs nothing waits for
@@ -170,7 +175,8 @@ class Sequences(MadeWhole):
             mask: for example ``labels != -100``.
             options: for all three constructors: ``lengths`` [B], N_i over the whole group, if it is
                 known; ``horizon``, the constant length of the reduction "seq-mean-token-sum-norm";
-                ``group``, the context-parallel group.
+                ``group``, the context-parallel group, whose ranks hold pieces of the same
+                sequences; never the data-parallel one, whose sequences i would be taken for one.
         """
         return cls(mask, None, None, None, **options)
 

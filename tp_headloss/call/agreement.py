@@ -11,7 +11,7 @@ import json
 import logging
 import types
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -23,7 +23,8 @@ from ..ranks.shard import VocabShard
 from ..spec.checks import autocast_dtype
 from ..statistics.members import closure_of, function_of, members_of_classes, variables_of
 from ..version import __version__
-from .own_ids import checksums_of_own_ids, expect_own_ids
+from .differences import compare_calls, compare_sequences
+from .own_ids import checksums_of_own_ids
 
 # argument -> its dimension that is sharded on the vocabulary, where ranks differ; of fields their
 # class says it
@@ -69,14 +70,22 @@ class Agreement:
     `Options(check=True)` has the ranks of the job compare over its store (see `_compare_job`). The
     objects are plain strings and numbers, but they travel as pickles, as in all of torch's object
     collectives: a group's ranks must trust each other.
+
+    Sequences with a group of their own are compared over that group, too, after the shard's: their
+    number, and what is given one per sequence (see `_facts_of_sequences`).
+
+    Args:
+        inputs: those of the call, which may have "sequences".
     """
 
-    def __init__(self, options, shard=None):
+    def __init__(self, options, shard=None, inputs=None):
         self.validate = "metadata" if options is None else options.validate
         # one rank, also that of a group of its own, has nobody to compare with
         compares = self.validate != "metadata" and getattr(shard, "world_size", 1) > 1
         self.group = getattr(shard, "group", None) if compares else None
         self.facts: dict[str, Any] = {}
+        self.sequences = _split_sequences(inputs) if self.validate != "metadata" else None
+        self.inputs = inputs
         self.is_checked = options is not None and options.check
         # the shard may be forgotten, or the whole vocabulary be meant
         self.forgotten = shard is None and not torch.compiler.is_compiling() and job_size() > 1
@@ -160,30 +169,63 @@ class Agreement:
     def __exit__(self, kind, error, trace):
         if self._compares_job:
             _compare_job(texts_of_job(json.dumps(self.of_job), JOB_WAIT), error)
-        if self.group is None or not (error is None or isinstance(error, Exception)):
+        if not (error is None or isinstance(error, Exception)):
             return
-        facts = exchanged(self.facts, error, self.group)
-        if facts is not None:
-            _compare(facts)
+        found: Exception | None = error
+        if self.group is not None:
+            found = outcome(self.facts, found, self.group, compare_calls)
+        if self.sequences is not None:  # whose other ranks wait for this one's error, too
+            own = _facts_of_sequences(self.sequences, self.inputs) if found is None else {}
+            found = outcome(own, found, self.sequences.group, compare_sequences)
+        if found is not None and found is not error:
+            raise found from error
 
 
-def exchanged(own: dict[str, Any], error: Exception | None, group) -> list[dict] | None:
-    """Exchange facts, and the error of a rank that has one -> the facts of all ranks.
+def outcome(facts: dict, error, group, compare: Callable) -> Exception | None:
+    """Exchange facts and errors with a group -> the exception that this rank raises, or None.
 
-    None where all ranks have one equal error, which each raises itself. Otherwise the first error is
-    raised on all.
+    It is the rank's own error where all have an equal one, else that of the first rank that has
+    one, else what `compare` raises of the facts of all ranks.
     """
     own_error = error and (type(error).__name__, str(error))
-    facts, errors = zip(*gather_objects((own, own_error), group))
+    all_facts, errors = zip(*gather_objects((facts, own_error), group))
     failed = [rank for rank, rank_error in enumerate(errors) if rank_error]
     if not failed:
-        return [*facts]
-    if set(errors) == {errors[0]}:
-        return None
-    name, message = errors[failed[0]]
-    message = message if name in EXCEPTION_TYPES else f"{name}: {message}"
-    message = f"on rank {failed[0]} of the group: {message}"
-    raise EXCEPTION_TYPES.get(name, RuntimeError)(message) from error
+        try:
+            compare(all_facts)
+        except ValueError as difference:
+            return difference
+    elif set(errors) != {errors[0]}:  # else each rank raises its own, equal one
+        name, message = errors[failed[0]]
+        message = message if name in EXCEPTION_TYPES else f"{name}: {message}"
+        message = f"on rank {failed[0]} of the group: {message}"
+        return EXCEPTION_TYPES.get(name, RuntimeError)(message)
+    return error
+
+
+def _split_sequences(inputs) -> Sequences | None:
+    """Return the sequences of a call that are split over several ranks; None if there are none."""
+    found = inputs.get("sequences") if isinstance(inputs, Mapping) else None
+    return found if isinstance(found, Sequences) and found.ranks > 1 else None
+
+
+def _facts_of_sequences(sequences: Sequences, inputs) -> dict[str, tuple[str, int]]:
+    """Return what is equal on all ranks that hold pieces of the same sequences.
+
+    These are the number of sequences, their lengths, the horizon, and inputs with a value per
+    sequence: [B], and for rows of a mask [B, 1], but not in the shape of the tokens.
+    """
+    count = len(sequences)
+    facts: dict[str, tuple[str, int]] = {}
+    _describe("the number of sequences", count, facts, False)
+    _describe("the lengths of sequences", sequences.lengths, facts, True)
+    _describe("the horizon of sequences", sequences.horizon, facts, False)
+    shapes = [(count,)] + [(count, 1)] * (sequences.ids is None)
+    for name, x in inputs.items():
+        is_per_sequence = isinstance(x, torch.Tensor) and tuple(x.shape) in shapes
+        if is_per_sequence and x.shape != sequences.mask.shape:
+            _describe(f"the values per sequence of {name!r}", x, facts, True)
+    return facts
 
 
 PLAIN_TYPES = (int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
@@ -343,62 +385,6 @@ def _describe_tensor(tensor, sharded_dim: int | None, bits: bool) -> tuple[str, 
         return f"{tensor.layout} {tensor.dtype} {list(tensor.shape)}", 0
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return f"{tensor.dtype} {list(tensor.shape)}", zlib.crc32(data.numpy())
-
-
-def _compare(facts: list[dict]):
-    """Raise ValueError on all ranks if their facts, a dict each, or their shards do not agree."""
-    # first, because other versions may have other facts; those before 0.3 have none of it
-    versions = [rank_facts.pop("version", "an older one") for rank_facts in facts]
-    if len({*versions}) > 1:
-        ranks_of = {
-            version: [rank for rank, other in enumerate(versions) if other == version]
-            for version in dict.fromkeys(versions)
-        }
-        told = " and ".join(f"{version} on ranks {ranks}" for version, ranks in ranks_of.items())
-        raise ValueError(
-            f"all ranks of the group must have the same version of tp_headloss, got {told}"
-        )
-    bounds = [rank_facts.pop("bounds") for rank_facts in facts]
-    own = [rank_facts.pop("own") for rank_facts in facts]
-    first = facts[0]
-    for rank, other in enumerate(facts):
-        _compare_with_first(first, other, rank)
-    _expect_cover(bounds, first["vocab_size"][0])
-    expect_own_ids(own)
-    whole = [rank for rank, (_, _, tp_invariant) in enumerate(bounds) if tp_invariant]
-    others = [rank for rank, (_, _, tp_invariant) in enumerate(bounds) if not tp_invariant]
-    if whole and others:
-        raise ValueError(
-            "ranks must make their shards alike (all by from_group, say), got whole chunks of the "
-            f"vocabulary, with known bounds of the others, on ranks {whole} of the group, "
-            f"and bounds alone on ranks {others}"
-        )
-
-
-def _compare_with_first(first: dict, other: dict, rank: int):
-    """Raise ValueError with the first fact that differs between rank 0 of the group and `rank`."""
-    nothing = "nothing", 0
-    for name in dict.fromkeys((*first, *other)):
-        expected, checksum = first.get(name, nothing)
-        found, other_checksum = other.get(name, nothing)
-        if expected != found or checksum != other_checksum:
-            said = found if expected != found else "other values"
-            entry = ".".join(name.split(".")[:2])
-            of = f" of {first[f'{entry}.name'][0]}" if f"{entry}.name" in first else ""
-            raise ValueError(
-                f"ranks must agree on {name}{of}: rank 0 of the group has {expected}, got {said} on "
-                f"rank {rank}"
-            )
-
-
-def _expect_cover(bounds: list[tuple[int, int, bool]], vocab_size: str):
-    """Raise ValueError unless shards [start, stop) cover the vocabulary once, in any order."""
-    covered = 0
-    for start, stop, _ in sorted(bound for bound in bounds if bound[0] < bound[1]):
-        covered = stop if start == covered else -1
-    if str(covered) != vocab_size:
-        owned = [list(bound[:2]) for bound in bounds]
-        raise ValueError(f"the shards of the group must cover [0, {vocab_size}) once, got {owned}")
 
 
 def _compare_job(texts: list[str] | None, error):

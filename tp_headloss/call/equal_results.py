@@ -9,10 +9,11 @@ exchange.
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 
-from .agreement import exchanged
+from .agreement import outcome
 
 # Of a sum, and of a value for each token: ranks with other numbers of threads add up in another order.
 TOLERANCE, TOLERANCE_OF_TOKEN = 1e-5, 1e-7
@@ -52,12 +53,13 @@ class EqualResults:
     def __exit__(self, kind, error, trace):
         if self.group is None or not (error is None or isinstance(error, Exception)):
             return
-        every = exchanged(self.sums, error, self.group)
-        if every is not None:
-            _expect_equal(every, TOLERANCE_OF_TOKEN * self.tokens)
+        compare = partial(_expect_equal, atol=TOLERANCE_OF_TOKEN * self.tokens)
+        found = outcome(self.sums, error, self.group, compare)
+        if found is not None and found is not error:
+            raise found from error
 
 
-def _expect_equal(every: list[dict[str, float]], atol: float):
+def _expect_equal(every: tuple[dict[str, float], ...], atol: float):
     """Raise ValueError on all ranks if the sums of two ranks differ by more than rounding."""
     for rank, sums in enumerate(every):
         for called, first in every[0].items():

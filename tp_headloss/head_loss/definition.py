@@ -86,9 +86,9 @@ class HeadLossDefinition(NamedTuple):
         names = [term.name for term in terms]
         if not names or len(set(names)) != len(names):
             said = (
-                ": add up the weights of equal ones, or give another name, "
-                "PolicyGradient(.., name=..), Distillation(.., name=..), or of terms that take none "
-                "dataclasses.replace(term, name=..)"
+                ": add up the weights of equal ones, or give another name: PolicyGradient, "
+                "KLToReference, Distillation and TopKDistillation take name=, and of any other "
+                "term dataclasses.replace(term, name=..) has another one"
             )
             said *= bool(names)
             raise ValueError(f"terms must be at least one, with distinct names, got {names}{said}")
@@ -346,11 +346,7 @@ def _expect_all(name: str, given, kinds) -> tuple:
             # of this package
             elif callable(part) and is_own(part):
                 called = getattr(part, "__name__", None)  # None: a module
-                said = (
-                    f": call it, {called}(..)"
-                    if called
-                    else ": it is a whole loss, whose terms go here"
-                )
+                said = f": call it, {called}(..)" if called else _advice_on_whole_loss(part)
             elif callable(part):
                 own = getattr(part, "__name__", "name").replace("<lambda>", "name")
                 said = (
@@ -378,6 +374,24 @@ def _advice_on_term(part) -> str:
     if isinstance(part, str) and (made := maker_of_metric(part)):
         return f": a metric, write HeadLoss(metrics={made})"
     return advice_on_metric(part).replace(": write ", ": as a metric (metrics=..) write ", 1)
+
+
+def _advice_on_whole_loss(loss) -> str:
+    """Return what to write for a HeadLoss, or another module of this package, among terms.
+
+    Its reduction and its ignore_index are no part of its terms, and would be lost silently.
+    """
+    reduction, ignored = getattr(loss, "reduction", None), getattr(loss, "ignore_index", -100)
+    if reduction is None:
+        return ": it is a whole loss, whose terms go here"
+    along = [f"reduction={reduction!r}"] * (reduction != "mean")
+    along += [f"ignore_index={ignored}"] * (ignored != -100)
+    along += ["options=loss.options"] * (loss.options is not None)
+    arguments = ", ".join(["[*loss.terms, ..]", *along])
+    return (
+        f": it is a whole loss, whose terms go here: write HeadLoss({arguments}), or where it is a "
+        "preset such as GRPO(..) its own kl= (of the estimator k3) and entropy="
+    )
 
 
 def _advice_on_number(number: float) -> str:

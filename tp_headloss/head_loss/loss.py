@@ -76,12 +76,12 @@ class HeadLoss(nn.Module):
     the model's parts, and the model keeps its own loss. Use
     `integrations.transformers.causal_lm_loss`.
 
-    Its terms, metrics, reduction, ignore_index and options may be assigned later, too; any other
-    attribute that is assigned changes nothing.
+    Its terms, metrics, reduction, ignore_index and options may be assigned later, too, as
+    ``loss.terms = [*loss.terms, ZLoss(1e-4)]``: terms and metrics are tuples, which have no append.
+    Any other attribute that is assigned changes nothing.
 
     Args:
-        terms: one `Term`, or a list of terms with distinct names, which is copied (`terms` is a
-            tuple); by default `CrossEntropy`.
+        terms: one `Term`, or a list of distinct names, which is copied; by default `CrossEntropy`.
         metrics: names, "accuracy", "entropy", "log_prob", "lse", "perplexity", "rank" and the
             statistics of teachers and sets, and `Metric`s such as ``PolicyMetrics()``; one, or a
             list. Outputs hold their sums, of "perplexity" that of the log-probs: see
@@ -335,7 +335,7 @@ class HeadLoss(nn.Module):
         """Check the arguments of a call -> the call, and the request for its statistics, or the
         linear head's call."""
         name = "HeadLoss" if given.linear is None else "HeadLoss.linear"
-        with Agreement(given.options, given.shard) as agreement:
+        with Agreement(given.options, given.shard, inputs) as agreement:
             tokens, given = given.tokens, given.local()
             token_weight, denominator, inputs = local_arguments(
                 tokens, given, token_weight, denominator, inputs

@@ -219,7 +219,8 @@ def mean_metrics(outputs: HeadLossOutput | Outputs, group: Group = None) -> dict
             None: this rank alone.
 
     Returns:
-        float64 scalars by name, equal on all ranks. "loss" is the sum of the weighted terms. A term
+        float64 scalars by name, equal on all ranks. "loss" is the sum of the weighted terms, divided
+        by the outputs' count and not by a ``denominator`` that was given to the calls. A term
         without its weight is "loss/" and its name, divided by the count or, with token weights of
         its own, by their sum; with its weight (a number 1 excepted), "weighted/" and its name. A
         metric "x" has its own name. It is divided by the metric "count/x" if there is one. Else it
@@ -229,8 +230,9 @@ def mean_metrics(outputs: HeadLossOutput | Outputs, group: Group = None) -> dict
 
     Raises:
         TypeError, ValueError: no outputs, outputs of other names or of another reduction by
-            sequence, here or on another rank (see `reduce_metrics`), or a group whose ranks share
-            a vocabulary, which is noticed as long as a `VocabShard` of it exists.
+            sequence, here or on another rank (see `reduce_metrics`), or a group of which some
+            ranks share a vocabulary (WORLD, say), which is noticed as long as their `VocabShard`
+            exists.
 
     Examples:
         >>> out = HeadLoss(metrics=("accuracy", "entropy"))(torch.zeros(2, 4), torch.tensor([0, 3]))

@@ -109,7 +109,7 @@ def PolicyGradient(
         rollout_weight: multiply the loss by the input "rollout_weight", a weight per token from
             `losses.rollout`.
         rollout_log_weight: add the input "rollout_log_weight", log-weights per token, to the
-            log-ratios of "vespo".
+            log-ratios of "vespo": ``old_log_prob - generator_log_prob``.
         over: "sets": log-probs renormalised over each token's set (input "sets"), inputs too, as
             truncating samplers'.
         name: the term's name, by default the objective's.

@@ -97,7 +97,7 @@ def _completion_sets(mask) -> IdSets:
                 f"a sampling mask must be vLLM's SamplingMask or a list of ids per token, got {got}"
             )
         return _sets_from_counts(list(chain.from_iterable(ids)), [len(row) for row in ids])
-    return _sets_from_offsets(_int_tensor(ids), _int_tensor(offsets))
+    return IdSets.from_csr(_int_tensor(ids), _int_tensor(offsets))
 
 
 def from_prime_rl(masks: Iterable) -> IdSets:
@@ -186,22 +186,9 @@ def from_skyrl(supports: Iterable) -> IdSets:
 def _sets_from_counts(ids, counts) -> IdSets:
     counts = _int_tensor(counts)
     IDS.check("counts of a sampling mask", counts, {})
-    return _sets_from_offsets(
+    return IdSets.from_csr(
         _int_tensor(ids), torch.nn.functional.pad(counts.long().cumsum(0), (1, 0))
     )
-
-
-def _sets_from_offsets(ids, offsets) -> IdSets:
-    """`IdSets.from_csr`; ValueError, where nothing waits for it, unless each id is in one set."""
-    sets = IdSets.from_csr(ids, offsets)
-    if not offsets.is_cuda and (
-        bool((offsets.diff() < 0).any()) or offsets[[0, -1]].tolist() != [0, len(ids)]
-    ):
-        raise ValueError(
-            f"a sampling mask must have each of its {len(ids)} ids in one set, got offsets "
-            f"{offsets.tolist()}"
-        )
-    return sets
 
 
 def _int_tensor(x) -> torch.Tensor:

@@ -180,7 +180,9 @@ def vespo(
 
     Args:
         shape: (k, lambda) for A >= 0, and (k, lambda) for A < 0.
-        rollout_log_weight: added to the log-ratios: the log of the rollout's importance weights.
+        rollout_log_weight: added to the log-ratios: the log of the rollout's importance weights,
+            ``old_log_prob - generator_log_prob`` of each token, which makes w the ratio to the
+            generator's policy.
 
     Examples:
         >>> l, old = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.0, -2.5, -2.5])

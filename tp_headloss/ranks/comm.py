@@ -31,7 +31,7 @@ from ..spec import CheckedBy, TensorLine, TupleOf, checked
 from ..spec.words import type_name
 from .compiler import constant_for_compile
 from .groups import Group, expect_live, live_group
-from .shard import has_vocab_shard
+from .shard import holds_sharing_ranks
 
 
 def _expect_sums(name: str, value):
@@ -307,13 +307,12 @@ def reduce_metrics(metrics: Metrics, group: Group) -> Metrics:
     Args:
         group: data- and context-parallel ranks, which hold different tokens; None is one rank.
             Ranks that share a vocabulary have the same tokens and the same metrics, which a sum
-            would count P times: their group, the one of a `VocabShard` that exists, is a
-            ValueError.
+            would count P times: a group with several ranks of a `VocabShard` that exists, such as
+            its own or WORLD, is a ValueError.
 
     Raises:
         TypeError, ValueError: anything but a dict of scalars, means as in `combine_metrics`, other names
-            on another rank, or a group whose ranks share a vocabulary. One that has such ranks
-            among others is not noticed: it counts them P times.
+            on another rank, or a group of which some ranks share a vocabulary.
 
     Examples:
         >>> sums = reduce_metrics(
@@ -322,11 +321,13 @@ def reduce_metrics(metrics: Metrics, group: Group) -> Metrics:
         >>> sums["accuracy"] / sums["count"]
         tensor(0.7500, dtype=torch.float64)
     """
-    if group is not None and has_vocab_shard(group.group_name):
+    if group is not None and holds_sharing_ranks(group.group_name):
         raise ValueError(
             "group must be the data- and context-parallel ranks, which hold different tokens, got "
-            "the group of a VocabShard, or another one of its ranks, which have the same metrics "
-            "already; those of other tokens are reduced when no VocabShard of these ranks exists"
+            "the group of a VocabShard, or another one with several of its ranks, which have the "
+            "same metrics already and would count several times: pass the group of ranks that have "
+            "this rank's part of the vocabulary; those of other tokens are reduced when no "
+            "VocabShard of these ranks exists"
         )
     if not metrics:
         return {}

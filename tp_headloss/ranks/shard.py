@@ -23,6 +23,7 @@ from .groups import (
     Group,
     expect_group,
     gone,
+    have_common_ranks,
     is_live_group,
     remember,
     resolve_process_group,
@@ -43,6 +44,19 @@ def has_vocab_shard(group_name: str) -> bool:
     if _is_shared(group):
         gc.collect()  # a shard that only a reference cycle holds does not count
     return _is_shared(group)
+
+
+@constant_for_compile
+def holds_sharing_ranks(group_name: str) -> bool:
+    """Return True if a VocabShard exists whose group has this rank and another one in common with
+    this process group."""
+
+    def is_found() -> bool:
+        return any(have_common_ranks(group_name, shard.group_name) for shard in _live_shards())
+
+    if is_found():
+        gc.collect()  # as above
+    return is_found()
 
 
 def refuse_group_of_other_ranks(name: str, group: dist.ProcessGroup):

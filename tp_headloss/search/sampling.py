@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, TypeAlias
 
 import torch
 
@@ -22,7 +22,7 @@ from ..call.statistics import vocab_statistics
 from ..engine.request import Request
 from ..ranks.comm import gather_from_ranks
 from ..ranks.shard import VocabShard
-from ..spec import IntLine, Labels, Logits, Rows, described, lines_within, sizes_of
+from ..spec import IntLine, Logits, Rows, TensorLine, described, lines_within, sizes_of
 from ..statistics import MaybeNone, documented_fields, without_arithmetic
 from ..statistics.sets import spans_of
 from .kept import (
@@ -36,6 +36,13 @@ from .kept import (
 from .race import LAST, race_of
 from .topk import check_operands, local_operands, token_blocks
 
+# an .expand of fewer positions would draw equal noise for several tokens, silently
+EACH_DRAW = (
+    ": one number for each token that no other draw with this seed has, in a first one "
+    "torch.arange(B * S).view(B, S) for tokens [B, S]"
+)
+POSITIONS = TensorLine("int64 or int32", hint=EACH_DRAW, per_token=EACH_DRAW)
+Positions: TypeAlias = Annotated[torch.Tensor, POSITIONS]
 SIZES_FROM_VALUES = "the sets that a rule keeps have sizes that only the logits' values tell"
 
 
@@ -144,7 +151,7 @@ def sample(
     rule: SamplingRule | None = None,
     *,
     seed: Annotated[int, IntLine(0, (1 << 64) - 1)],
-    positions: Labels,
+    positions: Positions,
     weight: Rows | None = None,
     shard: VocabShard | None = None,
     transform: Transform | None = None,

@@ -16,8 +16,22 @@ FP32_MAX = torch.finfo(torch.float32).max
 def expect_dense(name: str, x: torch.Tensor):
     """Raise TypeError for a sparse or nested tensor."""
     if x.layout != torch.strided or x.is_nested:
-        found = "a nested one" if x.is_nested else x.layout
+        found = f"a nested one{_hint_of_nested(x)}" if x.is_nested else x.layout
         raise TypeError(f"{name} must be a dense tensor, got {found}")
+
+
+def _hint_of_nested(x: torch.Tensor) -> str:
+    """Return what to write for a nested tensor: packed tokens, where its memory has them, or padded
+    ones, which no label counts."""
+    if x.layout != torch.jagged:
+        return ": pad it, to_padded_tensor(0.0), of labels to_padded_tensor(-100)"
+    if not x.is_contiguous():
+        return ": it shows a part of its memory, make it .contiguous() first"
+    return (
+        ": packed, pass the .values() of all nested arguments, with "
+        "Sequences.from_cu_seqlens(labels.offsets()) where sequences are needed; or padded, their "
+        ".to_padded_tensor(0.0), of labels .to_padded_tensor(-100)"
+    )
 
 
 def refuse_transforms():

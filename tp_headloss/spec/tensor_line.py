@@ -285,6 +285,11 @@ class TensorLine:
         is_fewer = said or x.dim() == 1  # as a table with a value for each id
         return self.per_token if is_fewer and self.per_token else said
 
+    def hint_of_other_tokens(self, x, lead: Sequence[int]) -> str:
+        """Return what to pass in the place of a tensor that is not of the tokens [*lead], "" if
+        nobody knows."""
+        return self._shape_hint(x, tuple(lead), tuple(lead))
+
     def _fewer_hint(self, x, lead, sizes: str) -> str:
         """Return what to pass in the place of fewer values than tokens."""
         as_many = x.dim() == len(lead)

@@ -18,6 +18,7 @@ from ...ranks.groups import Group
 from ...ranks.shard import VocabShard
 from ...spec import (
     IDS,
+    LABELS,
     TOKEN_WEIGHT,
     CheckedBy,
     Floating,
@@ -215,8 +216,10 @@ def _flat(name: str, x: torch.Tensor, lead) -> torch.Tensor:
     flat."""
     own, other = ([n for n in shape if n != 1] for shape in (x.shape, lead))
     if own != other and (math.prod(own) != math.prod(other) or min(len(own), len(other)) > 1):
+        line = PER_TOKEN if x.is_floating_point() else LABELS
+        said = line.hint_of_other_tokens(x, lead)
         raise ValueError(
-            f"{name} must be of tokens {list(lead)}, or these flat, got {list(x.shape)}"
+            f"{name} must be of tokens {list(lead)}, or these flat, got {list(x.shape)}{said}"
         )
     return x.reshape(-1)
 
