@@ -19,11 +19,6 @@ from .agreement import outcome
 TOLERANCE, TOLERANCE_OF_TOKEN = 1e-5, 1e-7
 
 
-def compares_results(options) -> bool:
-    """True for options that have ranks compare, which torch.compile leaves to eager."""
-    return options is not None and options.validate != "metadata"
-
-
 class EqualResults:
     """A block without collectives that makes results of statistics.
 
@@ -36,8 +31,7 @@ class EqualResults:
     """
 
     def __init__(self, shard):
-        has_others = shard is not None and shard.world_size > 1
-        self.group = shard.group if has_others else None
+        self.group = None if shard is None or shard.world_size == 1 else shard.group
         self.sums: dict[str, float] = {}
         self.tokens = 0
 

@@ -100,7 +100,7 @@ def _watched_method(family: Family, method: str, function: Callable) -> Callable
     def call(*given, **by_name):
         given = (*map(known, names, given), *given[len(names) :])
         by_name = {name: known(name, value) for name, value in by_name.items()}
-        everything = dict(zip(names, given)) | by_name
+        everything: dict[str, Any] = dict(zip(names, given)) | by_name
         read = dict(everything)
         if method in ACCUMULATING:
             read.pop(names[0], None)

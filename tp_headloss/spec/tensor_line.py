@@ -233,8 +233,8 @@ class TensorLine:
         """Return what to pass in the place of a teacher's hidden states, which have the tokens, and
         far fewer numbers for each than there are ids."""
         shard = sizes.get("shard", (None, ""))[0]
-        is_of_teacher = self.sharded == -1 and ".." in (self.shape or ()) and shard is not None
-        if not is_of_teacher or x.shape[:-1] != expected[:-1]:
+        is_of_teacher = self.sharded == -1 and ".." in (self.shape or ())
+        if shard is None or not is_of_teacher or x.shape[:-1] != expected[:-1]:
             return ""
         size = x.shape[-1]
         if 2 * size >= shard.width or size == shard.valid_width:
