@@ -509,6 +509,7 @@ GROUPS = {
         ("linear_head/autograd.py", "OneSweep.backward", "torch.where(is_declared, 1.0, torch.nan).to(upstream.dtype)", "torch.ones_like(upstream)"),
     ],
     "test_teacher_head": [
+        ("engine/request.py", "TeacherOperands.block_dtype", "not self.teacher_rounded or self.cap or self.teacher_bias is not None", "self.cap or self.teacher_bias is not None"),
         ("modules/selected_rows.py", "select_rows", "reduce_in_place(block, shard.world_size, shard.group_name)", "pass"),
         ("modules/selected_rows.py", "select_rows", "to.vocab_size != len(ids)", "False"),
         ("modules/selected_rows.py", "_hint_of_other_ids", "given > expected", "False"),
@@ -1118,6 +1119,7 @@ GROUPS = {
         ("modules/clipping.py", "_sharded_over", "not is_over_group(spec, own_rows)", "True"),
     ],
     "test_forgotten_shard": [
+        ("call/agreement.py", "Agreement._record_for_job", "level not in _logged", "not _logged"),
         ("call/dtensor.py", "local_head", "_expect_shard_of_module(weight, shard)", "pass"),
         ("call/dtensor.py", "local_rows", "_expect_shard_of_module(rows, shard)", "pass"),
         ("call/agreement.py", "_compare_job", "other != x", "False"),

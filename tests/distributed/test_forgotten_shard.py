@@ -123,6 +123,16 @@ def test_ranks_without_a_shard_say_so_once(check):
         assert level == ("WARNING" if check else "INFO") and "no shard= on a job of 2 ranks" in text
 
 
+def lines_of_an_unchecked_call_and_a_checked_one(group, device):
+    every = [Options(check=check) for check in (False, True, True)]
+    return logged(lambda: [run(group, device, "columns", "logits", x) for x in every])
+
+
+def test_a_call_without_a_check_does_not_use_up_the_warning():
+    for lines in on_ranks(2, lines_of_an_unchecked_call_and_a_checked_one):
+        assert [level for level, _ in lines] == ["INFO", "WARNING"]
+
+
 def with_its_shard(group, device):
     x, _, _, labels = problem(device, "columns")
     return logged(

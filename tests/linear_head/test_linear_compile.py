@@ -5,7 +5,7 @@ import torch
 from linear_problem import N, relative, tensors, terms
 
 from tp_headloss import HeadLoss, Linear, linear_vocab_statistics, topk_log_probs
-from tp_headloss.engine.request import Tensors
+from tp_headloss.engine.request import TeacherOperands, Tensors
 from tp_headloss.linear_head.autograd import LinearFacts
 
 
@@ -69,7 +69,7 @@ def test_operators_are_registered_consistently(device):
     node = stats.lse.grad_fn
     inputs, no_teacher = (
         (labels, bias, *[None] * (len(Tensors._fields) - 3)),
-        (None, None, None, torch.float32, 0.0),
+        TeacherOperands(),
     )
     facts = [list(x) if isinstance(x, tuple) else x for x in node.request.facts]
     fixed = (*no_teacher, *facts, *LinearFacts(*node.linear))

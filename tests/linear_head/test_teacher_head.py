@@ -511,3 +511,29 @@ def test_bad_teachers_are_named(words):
     hidden, weight, _, labels, _ = tensors()
     with pytest.raises((TypeError, ValueError), match=words):
         BAD[words](hidden, weight, labels, hl.TeacherHead(*teacher_tensors()[:2]))
+
+
+@pytest.mark.parametrize("mode", ["recompute", "one_sweep"])
+def test_exact_logits_are_the_teachers_too(mode, backend, device):
+    """A draft that is its target has a total variation of 0, which rounding of one of both would
+    hide; and a teacher's divergence is that of unrounded logits."""
+    generator = torch.Generator().manual_seed(5)
+    hidden, weight, noise = (
+        torch.randn(shape, generator=generator).bfloat16().to(device)
+        for shape in ((N, H), (V, H), (N, H))
+    )
+    labels = torch.zeros(N, dtype=torch.int64, device=device)
+    options = hl.Options(backend=backend)
+
+    def loss_of(divergence, teacher):
+        head = hl.HeadLoss([hl.Distillation(1.0, divergence)], options=options)
+        linear = hl.Linear(mode, exact_logits=True)
+        inputs = {"teacher": hl.TeacherHead(teacher, weight)}
+        return head.linear(hidden, weight, labels, linear=linear, inputs=inputs).loss.double()
+
+    assert loss_of("total_variation", hidden) < 1e-6
+    log_p, log_q = (
+        (x.double() @ weight.double().t()).log_softmax(1) for x in (hidden, hidden + noise / 64)
+    )
+    expected = (log_q.exp() * (log_q - log_p)).sum(1).mean()
+    assert relative(loss_of("forward_kl", hidden + noise / 64), expected) < 1e-4

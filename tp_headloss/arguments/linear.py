@@ -75,8 +75,8 @@ class Linear:
             hidden_grad="reduce_scatter".
         exact_logits: False (default): logits are rounded to the operands' dtype, as by
             torch.nn.functional.linear, in every mode and on every device. True: statistics are made
-            of unrounded fp32 sums of products, and mode "auto" takes recompute; a logit in a block,
-            of "one_sweep", too, takes 6 bytes instead of 2.
+            of unrounded fp32 sums of products, a `TeacherHead`'s logits, too, and mode "auto" takes
+            recompute; a logit in a block, of "one_sweep", too, takes 6 bytes instead of 2.
         gradients: None: products of dH and dW in the operands' dtype. "fp8"
             (experimental; one sweep alone): the few large entries of each token's
             gradient and its label's exactly, all others in fp8, whose products are twice as fast.

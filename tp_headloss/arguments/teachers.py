@@ -72,8 +72,8 @@ class Teacher(_Tempered):
         student_temperature: divides the student's logits (with bias, scale and softcap, whatever
             ``Transform.temperature`` is); None: the same as the teacher's.
         beta: the teacher's share of the Jensen-Shannon mixture of
-            ``Distillation(divergence="jsd")``, by default 0.5; at its ends use forward_kl or
-            reverse_kl. A `HeadLoss` in which nothing reads it raises ValueError.
+            ``Distillation(divergence="jsd")``, by default 0.5; at its ends use forward_kl
+            (0) or reverse_kl (1). A `HeadLoss` in which nothing reads it raises ValueError.
 
     Examples:
         >>> teacher = Teacher(torch.tensor([[0.0, 1.0]]), temperature=2.0)
@@ -169,8 +169,8 @@ class TeacherHead(_Tempered):
     reads hidden states and weight again: leave their memory as it is until then. Neither the hidden
     states nor the weight nor the bias get a gradient, whether they require one or not.
 
-    Logits have the operands' dtype, as torch.nn.functional.linear has it; with a bias or a softcap
-    they are fp32, not rounded in between. A teacher that shares the student's head is
+    Logits have the operands' dtype, as torch.nn.functional.linear has it; with a bias, a softcap or
+    ``Linear(exact_logits=True)`` they are fp32, not rounded in between. A teacher that shares the student's head is
     ``TeacherHead(hidden, weight)`` with the student's own weight; see `multi_token_targets`. The
     teacher of a draft model over a subset of the vocabulary (EAGLE-3) has the rows of its ids, see
     `select_rows`, and is normalised over these ids.

@@ -39,7 +39,7 @@ EXCEPTION_TYPES = {
 JOB_WAIT = 60.0  # seconds that a call without a shard waits for the other ranks of the job
 
 _log = logging.getLogger("tp_headloss")
-_logged: set[str] = set()
+_logged: set[str | int] = set()
 
 
 class Agreement:
@@ -131,11 +131,11 @@ class Agreement:
     def _record_for_job(self, facts: dict[str, Any]):
         """Record labels and logits (or weight) for the ranks of the job.
 
-        That there is no shard is logged once.
+        That there is no shard is logged once at each level.
         """
-        if "shard" not in _logged:
-            _logged.add("shard")
-            level = logging.WARNING if self.is_checked else logging.INFO
+        level = logging.WARNING if self.is_checked else logging.INFO
+        if level not in _logged:  # a call without check=True does not use up the warning
+            _logged.add(level)
             _log.log(
                 level,
                 "no shard= on a job of %d ranks: logits are taken for the whole vocabulary, which "

@@ -113,11 +113,22 @@ class TeacherOperands(NamedTuple):
     teacher_bias: torch.Tensor | MaybeNone = None  # [width]
     operand_dtype: torch.dtype = torch.float32  # of the GEMMs' operands
     cap: float = 0.0  # the factor inside of the softcap's tanh, 0 without a softcap
+    teacher_rounded: bool = True  # False: unrounded logits are asked for
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor | MaybeNone, ...]:
+        """Hidden states, weight and bias."""
+        return self.teacher_hidden, self.teacher_weight, self.teacher_bias
+
+    def with_tensors(self, hidden, weight, bias) -> TeacherOperands:
+        """The same with other tensors."""
+        return self._replace(teacher_hidden=hidden, teacher_weight=weight, teacher_bias=bias)
 
     @property
     def block_dtype(self) -> torch.dtype:
-        """dtype of a block of logits: unrounded where something is still to be done to them."""
-        exact = self.cap or self.teacher_bias is not None
+        """dtype of a block of logits: unrounded where that is asked for, or something is still to be
+        done to them."""
+        exact = not self.teacher_rounded or self.cap or self.teacher_bias is not None
         return accumulation_dtype(self.operand_dtype) if exact else self.operand_dtype
 
 

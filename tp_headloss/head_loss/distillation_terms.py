@@ -28,7 +28,8 @@ def Distillation(
     temperatures.
 
     Labels of the call say which tokens count: without a term that reads them, any id where a token
-    counts, and the ignore_index elsewhere. A mask of 0 and 1 in their place counts every token.
+    counts, and the ignore_index elsewhere. Take the last one: with 0 a forgotten ``shard=`` is not
+    found. A mask of 0 and 1 in their place counts every token.
 
     Args:
         divergence: "forward_kl" = KL(teacher || student); "reverse_kl" = KL(student || teacher),

@@ -110,8 +110,7 @@ register(
 def _with_tensors(request: Request, tensors) -> Request:
     """A request with its tensors besides the logits, and then those of a teacher's head."""
     count = len(Tensors._fields) - 1
-    _hidden, _weight, _bias, dtype, cap = request.teacher_head
-    head = TeacherOperands._make((*tensors[count:], dtype, cap))
+    head = request.teacher_head.with_tensors(*tensors[count:])
     return request._replace(tensors=Tensors._make((None, *tensors[:count])), teacher_head=head)
 
 

@@ -13,7 +13,7 @@ from ..arguments.linear import Linear, expect_sequence
 from ..arguments.teachers import TeacherHead
 from ..call.given import Given
 from ..call.request_of import build_request, expect_not_swapped
-from ..engine.request import Request, TeacherOperands, Tensors
+from ..engine.request import Request, Tensors
 from ..ranks.compiler import constant_for_compile
 from ..ranks.shard import VocabShard
 from ..spec.checks import operand_dtype, refuse_export
@@ -55,7 +55,9 @@ class LinearRequest(NamedTuple):
         is_in_order = is_scattered or linear.max_valid_tokens is not None
         request = build_request(given, logits if is_in_order else hidden)
         if isinstance(teacher, TeacherHead):
-            operands = teacher_operands(teacher, request.order, is_scattered)
+            operands = teacher_operands(
+                teacher, request.order, is_scattered, not linear.exact_logits
+            )
             tensors = request.tensors._replace(teacher=None)
             request = request._replace(tensors=tensors, teacher_head=operands)
         if is_scattered:
@@ -114,14 +116,14 @@ class LinearRequest(NamedTuple):
             and not torch.compiler.is_compiling()
         ):
             grad_anchor = self.hidden.new_empty(0).requires_grad_()
-        *teacher, dtype, cap = self.request.teacher_head
-        without_tensors = TeacherOperands(operand_dtype=dtype, cap=cap)
+        teacher = self.request.teacher_head
+        without_tensors = teacher.with_tensors(None, None, None)
         shard = None if torch.compiler.is_compiling() else self.request.shard
         return LinearStatistics.apply(
             self.hidden,
             self.weight,
             *self.request.tensors[1:],
-            *teacher,
+            *teacher.tensors,
             main_grad,
             grad_anchor,
             self.request._replace(

@@ -59,9 +59,15 @@ def stand_in(teacher, logits):
     return Teacher(logits, temperature, teacher.student_temperature_or_default, teacher.beta)
 
 
-def teacher_operands(head: TeacherHead, order: TokenOrder, scattered: bool) -> TeacherOperands:
-    """The head's tensors by rows, detached. scattered: each rank has its own part of the hidden
-    states."""
+def teacher_operands(
+    head: TeacherHead, order: TokenOrder, scattered: bool, rounded: bool
+) -> TeacherOperands:
+    """The head's tensors by rows, detached.
+
+    Args:
+        scattered: each rank has its own part of the hidden states.
+        rounded: so are logits, to the dtype of operands of half precision.
+    """
     hidden, transform = head.hidden.detach(), head.whole_transform
     return TeacherOperands(
         hidden.reshape(-1, hidden.shape[-1]) if scattered else order.flatten(hidden),
@@ -69,6 +75,7 @@ def teacher_operands(head: TeacherHead, order: TokenOrder, scattered: bool) -> T
         transform.bias,
         operand_dtype(head.hidden, head.weight),
         transform.scale / transform.softcap if transform.softcap else 0.0,
+        rounded,
     )
 
 

@@ -78,7 +78,8 @@ TINY = torch.finfo(torch.float32).tiny
 LEAST = math.nextafter(0, 1)
 BELOW_1 = math.nextafter(1, 0)
 Share: TypeAlias = Annotated[float, NumberLine(0, 1, "in [0, 1]")]
-OpenShare: TypeAlias = Annotated[float, NumberLine(LEAST, BELOW_1, "in (0, 1)")]
+AT_THE_ENDS = ": of jsd, whose end at 0 is Distillation(.., 'forward_kl'), and at 1 'reverse_kl'"
+OpenShare: TypeAlias = Annotated[float, NumberLine(LEAST, BELOW_1, "in (0, 1)", AT_THE_ENDS)]
 POSITIVE = NumberLine(LEAST, math.inf, "positive", in_fp32=True)
 Positive: TypeAlias = Annotated[float, POSITIVE]
 PositiveFp32: TypeAlias = Annotated[
