@@ -515,7 +515,7 @@ GROUPS = {
         ("modules/selected_rows.py", "_hint_of_other_ids", "given > expected", "False"),
         ("modules/selected_rows.py", "_hint_of_other_ids", "given > expected", "True"),
         ("linear_head/sweeps.py", "_Buffers.request", "x += head.teacher_bias[rows]", "pass"),
-        ("engine/request.py", "TeacherOperands.block_dtype", "self.cap or self.teacher_bias is not None", "False"),
+        ("engine/request.py", "TeacherOperands.block_dtype", "not self.teacher_rounded or self.cap or self.teacher_bias is not None", "not self.teacher_rounded"),
         ("linear_head/facts.py", "LinearFacts.sizes", "self.teacher_bytes", "0"),
         ("linear_head/teacher.py", "stand_in", "teacher.temperature / factor", "teacher.temperature"),
         ("linear_head/facts.py", "LinearFacts.operands", "teacher_hidden=given[1]", "teacher_hidden=head.teacher_hidden"),
