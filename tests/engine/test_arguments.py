@@ -138,8 +138,8 @@ VALUES = {
     ),
     r"ids must be in .* got \[-1\]$": lambda: hl.select_rows(WEIGHT, torch.tensor([-1, 0])),
     r"of one-hot labels pass their .argmax\(-1\)": lambda: hl.HeadLoss()(ROW, ROW.long()),
-    rf"\[1\] to fit labels, got \[1, {V}\]: of logits pass log_probs\(": lambda: with_head(
-        hl.KLToReference(1.0), inputs={"reference_log_prob": ROW}
+    rf"\[1\] to fit labels, got \[1, {V}\]: of the logits of its own model pass log_probs\(": lambda: (
+        with_head(hl.KLToReference(1.0), inputs={"reference_log_prob": ROW})
     ),
     "scale / temperature": lambda: hl.vocab_statistics(
         X, transform=hl.Transform(scale=1e30, temperature=1e-30)

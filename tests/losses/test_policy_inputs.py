@@ -327,3 +327,73 @@ def test_other_nested_tensors_are_told_only_what_they_can_do():
     turned = torch.nested.nested_tensor(rows, layout=torch.jagged).transpose(1, 2)
     with pytest.raises(TypeError, match=r"shows a part of its memory, make it .contiguous\(\)"):
         hl.vocab_statistics(turned)
+
+
+LISTS = torch.zeros(2, 3).tolist()
+X, LABELS, OLD = torch.zeros(2, 3, 8), torch.zeros(2, 3).long(), torch.full((2, 3), -2.0)
+AS_TENSOR = "got list: write torch.tensor(.., dtype=torch.float32), of tensors torch.stack(..)"
+# a function of what is given in the place of an engine's log-probs
+OF_ENGINES = {
+    "weights": lambda x: hl.losses.truncated_importance_weight(OLD, generator_log_prob=x),
+    "icepop": lambda x: hl.losses.icepop(OLD, generator_log_prob=x),
+    "metrics": lambda x: hl.HeadLoss(metrics=hl.GeneratorMetrics())(
+        X, LABELS, inputs={"old_log_prob": OLD, "generator_log_prob": x}
+    ),
+    "a function of one's own": lambda x: hl.HeadLoss(
+        hl.Term(
+            "own",
+            lambda stats, generator_log_prob: stats.log_prob - generator_log_prob,
+            inputs=("generator_log_prob",),
+        )
+    )(X, LABELS, inputs={"generator_log_prob": x}),
+}
+
+
+@pytest.mark.parametrize("name", OF_ENGINES)
+def test_the_trainers_log_probs_are_never_advised_in_the_place_of_the_engines(name):
+    call = OF_ENGINES[name]
+    for given, words in (
+        (LISTS, f"{AS_TENSOR}, in the shape of the tokens"),
+        (None, "got NoneType: what the engine that sampled returned for each token, in the shape"),
+        (X, "got [2, 3, 8]: what the engine that sampled returned for each token, in the shape"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=re.escape(words)) as error:
+            call(given)
+        assert "log_probs(" not in str(error.value)
+
+
+OF_LISTS = {
+    "old": lambda x: hl.losses.ppo_clip(OLD, advantages=OLD, old_log_prob=x),
+    "own": lambda x: hl.losses.reinforce(x, advantages=OLD),
+    "reference": lambda x: hl.losses.kl_estimate(OLD, reference_log_prob=x),
+    "advantages": lambda x: hl.losses.reinforce(OLD, advantages=x),
+    "token_weight": lambda x: hl.HeadLoss()(X, LABELS, token_weight=x),
+    "rollout_weight": lambda x: hl.HeadLoss(hl.PolicyGradient("reinforce", rollout_weight=True))(
+        X, LABELS, inputs={"advantages": OLD, "rollout_weight": x}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_LISTS)
+def test_a_list_of_numbers_is_to_be_made_a_tensor(name):
+    with pytest.raises(TypeError, match=re.escape(AS_TENSOR)):
+        OF_LISTS[name](LISTS)
+
+
+def test_logits_are_scored_by_the_model_that_they_are_of():
+    with pytest.raises(ValueError, match=r": of logits pass log_probs\(logits, labels\).log_prob"):
+        hl.losses.ppo_clip(OLD, advantages=OLD, old_log_prob=X)
+    for given in (X, None):
+        words = r": of the logits of its own model pass log_probs\(its_logits, labels\).log_prob"
+        with pytest.raises((TypeError, ValueError), match=words):
+            hl.losses.kl_estimate(OLD, reference_log_prob=given)
+
+
+def test_each_objective_has_the_function_that_its_help_names():
+    said = " ".join(hl.PolicyGradient.__doc__.split())
+    assert (
+        '`losses.ppo_clip` for "clip", and for any other one the function of its own name' in said
+    )
+    for name, (function, _inputs) in OBJECTIVES.items():
+        own = "ppo_clip" if name == "clip" else name.replace("-", "_")
+        assert function is vars(hl.losses)[own]

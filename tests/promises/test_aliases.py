@@ -332,6 +332,46 @@ MESSAGES = {
         lambda: HeadLoss([KLToReference(0.1), KLToReference(0.2, "k2")]),
         "or give another name: PolicyGradient, KLToReference, Distillation and TopKDistillation",
     ),
+    "verl's straight-through k3": (
+        lambda: KLToReference(0.01, "low_var_kl+"),
+        "got 'low_var_kl+': write \"k3+\"",
+    ),
+    "verl's straight-through k1": (
+        lambda: KLToReference(0.01, "kl+"),
+        "got 'kl+': write estimator=\"k1+\", input_clamp=None",
+    ),
+    "verl's k2, whose gradient is its own": (
+        lambda: losses.kl_estimate(LOGITS, reference_log_prob=LOGITS, estimator="mse+"),
+        "got 'mse+': write estimator=\"k2\", input_clamp=None",
+    ),
+    "a list of temperatures": (
+        lambda: Transform(temperature=[0.7, 1.0]),
+        "got [0.7, 1.0]: one per row of tokens [B, S] is torch.tensor(..)[:, None].expand(B, S)",
+    ),
+    "a list of a teacher's temperatures": (
+        lambda: tp_headloss.Teacher(LOGITS, temperature=[0.7, 1.0]),
+        "got [0.7, 1.0]: one per row of tokens [B, S] is torch.tensor(..)[:, None].expand(B, S)",
+    ),
+    "a list of top_p": (
+        lambda: SamplingRule(top_p=[0.7, 1.0]),
+        "got [0.7, 1.0]: one per row of tokens [B, S] is torch.tensor(..)[:, None].expand(B, S)",
+    ),
+    "a list of labels": (
+        lambda: HeadLoss()(LOGITS, LABELS.tolist()),
+        "labels must be a tensor, got list: write torch.tensor(..), of tensors torch.stack(..)",
+    ),
+    "a generator as seed": (
+        lambda: sample(LOGITS, seed=torch.Generator(), positions=LABELS),
+        "seed must be an int, got Generator: pass its .initial_seed()",
+    ),
+    "a tensor as seed": (
+        lambda: sample(LOGITS, seed=torch.tensor(3), positions=LABELS),
+        "seed must be an int, got Tensor: pass its .item()",
+    ),
+    "no seed": (
+        lambda: sample(LOGITS, seed=None, positions=LABELS),
+        "seed must be an int, got None: one number for all draws, equal on all ranks of the group",
+    ),
     "positions of a row": (
         lambda: sample(LOGITS, seed=0, positions=torch.arange(5)),
         "got [5]: one number for each token that no other draw with this seed has, in a first one",

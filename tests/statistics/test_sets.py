@@ -15,6 +15,7 @@ from sets_problem import NAMES, N, V, gradient, listed, padded, ragged, rows, tr
 from tp_headloss import IdSets, Options, VocabShard, vocab_statistics
 from tp_headloss.arguments import id_sets
 from tp_headloss.engine.backend import load_backend
+from tp_headloss.integrations.sampling_masks import from_vllm
 
 FORMS = {"padded": padded, "masked": lambda s: padded(s, filler=V + 7), "csr": ragged,
          "int32": lambda s: ragged(s, torch.int32)}  # fmt: skip
@@ -196,6 +197,52 @@ def test_what_the_error_of_counts_advises_are_the_sets():
     counts = torch.tensor([1, 2, 0, 3])
     offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
     assert IdSets.from_csr(torch.arange(6), offsets).tolist() == [[0], [1, 2], [], [3, 4, 5]]
+
+
+def test_what_the_error_of_a_mask_of_the_vocabulary_advises_are_its_sets():
+    mask = torch.zeros(2, 2, 5, dtype=torch.bool)
+    mask[0, 0, [1, 4]] = mask[1, 0, 3] = mask[1, 1] = True
+    offsets = "torch.nn.functional.pad(mask.sum(-1).flatten().cumsum(0), (1, 0))"
+    write = f"IdSets.from_csr(mask.nonzero()[:, -1], {offsets})"
+    with pytest.raises(TypeError, match=re.escape(f"of a mask [.., V] write {write}")):
+        IdSets(mask)
+    sets = eval(write, {"mask": mask, "torch": torch, "IdSets": IdSets})
+    assert sets.tolist() == [[1, 4], [], [3], [0, 1, 2, 3, 4]]
+
+
+LISTS = [[3, 5], [7]]
+OF_LISTS = "got list: write torch.tensor(..), of lists of different lengths, one for each token, "
+GIVEN_AS_LISTS = {
+    "sets": (lambda: IdSets(LISTS), OF_LISTS),
+    "flat ids": (lambda: IdSets.from_csr([3, 5, 7], [0, 2, 3]), OF_LISTS),
+    "offsets": (
+        lambda: IdSets.from_csr(torch.arange(3), [0, 2, 3]),
+        "offsets must be a tensor, got list: write torch.tensor(..)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GIVEN_AS_LISTS)
+def test_lists_of_ids_name_what_reads_them(name):
+    call, words = GIVEN_AS_LISTS[name]
+    with pytest.raises(TypeError, match=re.escape(words)) as error:
+        call()
+    if words == OF_LISTS:
+        assert str(error.value).endswith("integrations.sampling_masks.from_vllm([lists])")
+        assert from_vllm([LISTS]).tolist() == LISTS
+
+
+def test_sets_of_other_tokens_are_joined_as_the_error_advises():
+    short, long = IdSets(torch.ones(2, 3, 4).long()), IdSets(torch.ones(2, 5, 4).long())
+    words = "equal shapes but for dim 0, got [[2, 3], [2, 5]]: pad the shorter ones with empty"
+    with pytest.raises(ValueError, match=re.escape(words)) as error:
+        IdSets.cat([short, long])
+    assert str(error.value).endswith(
+        "those of tokens [2, 3] by sets[torch.ones(2, 3, dtype=torch.bool)]"
+    )
+    flat = [x[torch.ones(x.ids.shape[:-1], dtype=torch.bool)] for x in (short, long)]
+    assert len(IdSets.cat(flat)) == 16
+    assert IdSets.cat([short, long], 1).ids.shape == (2, 8, 4)
 
 
 def test_sets_never_overlap_and_never_leave_the_ids():

@@ -32,6 +32,19 @@ Parts: TypeAlias = Annotated[
 ]
 
 
+OF_LISTS = (
+    ": write torch.tensor(..), of lists of different lengths, one for each token, "
+    "integrations.sampling_masks.from_vllm([lists])"
+)
+OF_VOCABULARY_MASK = (
+    ": of a mask [.., V] write IdSets.from_csr(mask.nonzero()[:, -1], "
+    "torch.nn.functional.pad(mask.sum(-1).flatten().cumsum(0), (1, 0)))"
+)
+SET_IDS = TensorLine("int64 or int32", ("..", "K"), of_list=OF_LISTS, of_mask=OF_VOCABULARY_MASK)
+FLAT_IDS = TensorLine("int64 or int32", ("all",), of_list=OF_LISTS, of_mask=OF_VOCABULARY_MASK)
+OFFSETS = TensorLine("int64 or int32", ("N + 1",), of_list=": write torch.tensor(..)")
+
+
 @checked
 @dataclass(frozen=True, eq=False)
 class IdSets:
@@ -62,7 +75,7 @@ class IdSets:
     called = "sets."  # in messages
     remedy = ": a loss takes them as inputs={'sets': ..} of the call, vocab_statistics as sets="
     of_tensor = ": write IdSets(ids)"
-    ids: Annotated[torch.Tensor, TensorLine("int64 or int32", ("..", "K"))]
+    ids: Annotated[torch.Tensor, SET_IDS]
     mask: Annotated[torch.Tensor, TensorLine("bool", ("..", "K"))] | None = None
     # disjoint, within the ids
     spans: Annotated[torch.Tensor, TensorLine("int64 or int32", ("..", 2))] | None = field(
@@ -73,8 +86,8 @@ class IdSets:
     @checked
     def from_csr(
         cls,
-        ids: Annotated[torch.Tensor, TensorLine("int64 or int32", ("all",))],
-        offsets: Annotated[torch.Tensor, TensorLine("int64 or int32", ("N + 1",))],
+        ids: Annotated[torch.Tensor, FLAT_IDS],
+        offsets: Annotated[torch.Tensor, OFFSETS],
     ) -> IdSets:
         """Return sets of any sizes, as vLLM exports them: token i has ids[offsets[i] : offsets[i +
         1]].
@@ -151,6 +164,8 @@ class IdSets:
                 f"dim must be in [{-dims}, {dims}) for sets of tokens {leads[0]}, got {dim}"
             )
         dim %= dims
+        if not new_dims:
+            _expect_equal_but(dim, leads)
         if all(part.spans is None for part in parts):
             most = max(part.ids.shape[-1] for part in parts)
             missing = [(0, most - part.ids.shape[-1]) for part in parts]
@@ -319,6 +334,19 @@ class IdSets:
         self.expect_tokens(lead)
         sets = self if self.spans is None else ragged(self.ids, self.spans.reshape(*lead, 2))
         return sets._map(function)
+
+
+def _expect_equal_but(dim: int, leads: list[list[int]]):
+    """Raise ValueError unless the tokens' shapes are equal but for this dimension."""
+    others = [lead[:dim] + lead[dim + 1 :] for lead in leads]
+    if all(other == others[0] for other in others):
+        return
+    shape = ", ".join(map(str, leads[0]))
+    raise ValueError(
+        f"sets to join must be of tokens of equal shapes but for dim {dim}, got {leads}: pad the "
+        f"shorter ones with empty sets, or flatten each, those of tokens {leads[0]} by "
+        f"sets[torch.ones({shape}, dtype=torch.bool)]"
+    )
 
 
 def expect_offsets(offsets: torch.Tensor, count: int):

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import torch
 
-from ..spec import LEAST, Floating, Ids, IntLine, NumberLine, Share, Sizes, TensorLine, checked
+from ..spec import LEAST, PER_ROW, Floating, Ids, IntLine, NumberLine, Sizes, TensorLine, checked
 from ..spec.checks import refuse_tokens
 from .made_whole import MadeWhole
 
@@ -55,8 +55,12 @@ class SamplingRule(MadeWhole):
     of_int = ": write SamplingRule(top_k={})"
     of_float = ": write SamplingRule(top_p={0}), or min_p={0}"
     top_k: Annotated[int, IntLine(1, hint=": None is for all ids")] | Ids | None = None
-    top_p: Annotated[float, NumberLine(LEAST, 1, "in (0, 1]", NO_TOP_P)] | Floating | None = None
-    min_p: Share | Floating | None = None
+    top_p: (
+        Annotated[float, NumberLine(LEAST, 1, "in (0, 1]", NO_TOP_P, of_pair=PER_ROW)]
+        | Floating
+        | None
+    ) = None
+    min_p: Annotated[float, NumberLine(0, 1, "in [0, 1]", of_pair=PER_ROW)] | Floating | None = None
 
     def __post_init__(self):
         if self.top_k is not None and not isinstance(self.top_k, torch.Tensor):

@@ -58,7 +58,7 @@ class Sequences(MadeWhole):
     ``Options(check=True)`` for tokens whose label is ignored.
 
     They are of the tokens of one call: each of several mini-batches of a rollout has its own, of
-    its part of the mask.
+    its part of the mask. The mask is copied: make them after filtering.
 
     Attributes:
         lengths: [B] fp32, N_i over the whole group.

@@ -13,7 +13,15 @@ from ..arguments.options import Options
 from ..arguments.sequences import SEQUENCE_REDUCTIONS
 from ..engine.reductions import StatisticValue, SumsPlan
 from ..losses import policy_metrics
-from ..spec import EACH_TOKEN, LOG_PROBS, PER_TOKEN, Line, lines_within
+from ..spec import (
+    EACH_TOKEN,
+    GENERATOR_LOG_PROBS,
+    LOG_PROBS,
+    OTHER_LOG_PROBS,
+    PER_TOKEN,
+    Line,
+    lines_within,
+)
 from ..spec.aliases import hint
 from ..spec.checks import FP32_MAX, is_number
 from ..spec.words import as_a_list, two_copies
@@ -235,15 +243,8 @@ class HeadLossDefinition(NamedTuple):
         parts: tuple[Term | Metric, ...] = (*self.terms, *self.token_metrics)
         for part in parts:
             said = lines_within(part.function)
-            for name in part.inputs:  # log-probs never broadcast
-                default = (
-                    LOG_PROBS
-                    if name.endswith("log_prob")
-                    else EACH_TOKEN
-                    if name == "num_bytes"
-                    else PER_TOKEN
-                )
-                lines[name] = said.get(name) or lines.get(name, default)
+            for name in part.inputs:
+                lines[name] = said.get(name) or lines.get(name, _line_by_name(name))
         lines |= dict.fromkeys(["sequences"] * (self.reduction in SEQUENCE_REDUCTIONS), PER_TOKEN)
         for name, statistics in (
             ("teacher", (*FULL_TEACHER, *TOPK_TEACHER)),
@@ -252,6 +253,18 @@ class HeadLossDefinition(NamedTuple):
         ):
             lines |= dict.fromkeys([name] * bool(set(self.want) & {*statistics}), PER_TOKEN)
         return lines
+
+
+def _line_by_name(name: str) -> Line:
+    """Return the line of an input of which no function says more than its name."""
+    known = {
+        "num_bytes": EACH_TOKEN,
+        "log_prob": LOG_PROBS,
+        "old_log_prob": LOG_PROBS,
+        "generator_log_prob": GENERATOR_LOG_PROBS,
+    }
+    # log-probs never broadcast
+    return known.get(name, OTHER_LOG_PROBS if name.endswith("log_prob") else PER_TOKEN)
 
 
 def _class_weight_of_total(terms, metrics) -> torch.Tensor | None:

@@ -123,7 +123,9 @@ def PolicyGradient(
         >>> HeadLoss([PolicyGradient("clip", clip=(0.2, 0.28))])(logits, labels, inputs=inputs).loss
         tensor(-0.5000)
 
-    Source: The functions of `losses` name the paper of each objective.
+    Source: The functions of `losses` name the paper of each objective: `losses.ppo_clip` for
+        "clip", and for any other one the function of its own name with _ for -, such as
+        `losses.gspo_length_weighted` for "gspo-length-weighted".
     """
     per_token, names = OBJECTIVES[objective]
     extra = {"rollout_weight": rollout_weight, "rollout_log_weight": rollout_log_weight}

@@ -9,7 +9,10 @@ import torch
 
 from ..spec import (
     CONSTANT_LOG_PROBS,
+    GENERATOR_LOG_PROBS,
     LOG_PROBS,
+    OTHER_LOG_PROBS,
+    REFERENCE_LOG_PROBS,
     ConstantPerToken,
     Pair,
     Positive,
@@ -28,14 +31,16 @@ OldLogProb: TypeAlias = Annotated[
     torch.Tensor, CONSTANT_LOG_PROBS, f"Log-prob of the policy that sampled the tokens, {NATS}"
 ]
 ReferenceLogProb: TypeAlias = Annotated[
-    torch.Tensor, CONSTANT_LOG_PROBS, f"Log-prob of the reference, {NATS}"
+    torch.Tensor, REFERENCE_LOG_PROBS, f"Log-prob of the reference, {NATS}"
 ]
 GeneratorLogProb: TypeAlias = Annotated[
     torch.Tensor,
-    CONSTANT_LOG_PROBS,
+    GENERATOR_LOG_PROBS,
     f"Log-prob of the program that sampled, such as vLLM, {NATS}",
 ]
-OtherLogProb: TypeAlias = Annotated[torch.Tensor, LOG_PROBS, f"Log-prob to compare with, {NATS}"]
+OtherLogProb: TypeAlias = Annotated[
+    torch.Tensor, OTHER_LOG_PROBS, f"Log-prob to compare with, {NATS}"
+]
 Advantages: TypeAlias = ConstantPerToken
 ValidTokens: TypeAlias = Annotated[TokenMask, "The tokens that count"]
 Clip: TypeAlias = Annotated[Pair, "(low, high) bounds the ratio r to [1 - low, 1 + high]"]

@@ -41,6 +41,7 @@ EACH_DRAW = (
     ": one number for each token that no other draw with this seed has, in a first one "
     "torch.arange(B * S).view(B, S) for tokens [B, S]"
 )
+SEED = ": one number for all draws, equal on all ranks of the group"
 POSITIONS = TensorLine("int64 or int32", hint=EACH_DRAW, per_token=EACH_DRAW)
 Positions: TypeAlias = Annotated[torch.Tensor, POSITIONS]
 SIZES_FROM_VALUES = "the sets that a rule keeps have sizes that only the logits' values tell"
@@ -60,6 +61,9 @@ class Sample(NamedTuple):
         full_log_probs: [..] fp32, over the whole vocabulary, of the transformed logits; equal to
             log_probs without a rule. NaN where -1.
         sets: `IdSets` that the rule kept, empty where -1; None without a rule.
+
+    It is a tuple, so an index is that of a field: of some tokens cut the fields, ``drawn.ids[:2]``
+    and ``drawn.sets[:2]``.
 
     Examples:
         >>> logits, rule = torch.tensor([[2.0, 1.0, 0.0, -9.0]]), SamplingRule(top_k=2)
@@ -150,7 +154,7 @@ def sample(
     logits: Logits | TeacherHead,
     rule: SamplingRule | None = None,
     *,
-    seed: Annotated[int, IntLine(0, (1 << 64) - 1)],
+    seed: Annotated[int, IntLine(0, (1 << 64) - 1, SEED)],
     positions: Positions,
     weight: Rows | None = None,
     shard: VocabShard | None = None,

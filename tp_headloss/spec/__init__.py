@@ -34,28 +34,52 @@ from .tensor_line import Sizes as Sizes
 from .tensor_line import TensorLine as TensorLine
 from .tensor_line import sizes_of as sizes_of
 
+OF_INTEGERS = ": write torch.tensor(..), of tensors torch.stack(..)"
+OF_NUMBERS = ": write torch.tensor(.., dtype=torch.float32), of tensors torch.stack(..)"
+OF_TOKENS = f"{OF_NUMBERS}, in the shape of the tokens"
 FLAG = OneOf((True, False))
-MASK = TensorLine("bool")
-LABELS = TensorLine("int64 or int32")
+MASK = TensorLine("bool", of_list=OF_INTEGERS)
+LABELS = TensorLine("int64 or int32", of_list=OF_INTEGERS)
 IDS = TensorLine("int64 or int32", None)
 SCALAR = TensorLine("real numbers", (), hint=": one number, of a mask its .sum()")
-TOKEN_WEIGHT = TensorLine("real numbers or bool")
+TOKEN_WEIGHT = TensorLine("real numbers or bool", of_list=OF_NUMBERS)
 TENSOR = TensorLine("real numbers or bool", None)
 COLUMNS = TensorLine("real numbers or bool", None, sharded=-1)
-TOKENS = TensorLine("floating point")
-PER_TOKEN = TensorLine("real numbers", broadcasts=True)
+TOKENS = TensorLine("floating point", of_list=OF_NUMBERS)
+PER_TOKEN = TensorLine("real numbers", broadcasts=True, of_list=OF_NUMBERS)
 # which does not broadcast
 EACH_LABEL = ": a number for each label, in its shape, such as table[labels.clamp(min=0)]"
 EACH_TOKEN = TensorLine("real numbers", hint=EACH_LABEL, per_token=EACH_LABEL)
 NOT_SUMS = ": log-probs are per token, not summed over a sequence"
 OF_LOGITS = ": of logits pass log_probs(logits, labels).log_prob"
-LOG_PROBS = TensorLine("floating point", hint=OF_LOGITS, per_token=NOT_SUMS)
-CONSTANT_LOG_PROBS = TensorLine("floating point", detached=True, hint=OF_LOGITS, per_token=NOT_SUMS)
+# the trainer's logits in the place of another policy's would be silently wrong
+OF_OTHER_LOGITS = ": of the logits of its own model pass log_probs(its_logits, labels).log_prob"
+OF_ENGINE = (
+    ": what the engine that sampled returned for each token, in the shape of the tokens; the "
+    "trainer's log-probs in its place would correct nothing"
+)
+
+
+def _log_probs(hint: str, detached: bool = True) -> TensorLine:
+    """Return the line of a log-prob per token."""
+    return TensorLine(
+        "floating point", detached=detached, hint=hint, of_list=OF_TOKENS, per_token=NOT_SUMS
+    )
+
+
+LOG_PROBS = _log_probs(OF_LOGITS, detached=False)
+CONSTANT_LOG_PROBS = _log_probs(OF_LOGITS)
+OTHER_LOG_PROBS = _log_probs(OF_OTHER_LOGITS, detached=False)
+REFERENCE_LOG_PROBS = _log_probs(OF_OTHER_LOGITS)
+GENERATOR_LOG_PROBS = _log_probs(OF_ENGINE)
 TokenValues: TypeAlias = Annotated[torch.Tensor, TOKENS]
 PerToken: TypeAlias = Annotated[torch.Tensor, PER_TOKEN]
-ConstantValues: TypeAlias = Annotated[torch.Tensor, TensorLine("floating point", detached=True)]
+ConstantValues: TypeAlias = Annotated[
+    torch.Tensor, TensorLine("floating point", detached=True, of_list=OF_NUMBERS)
+]
 ConstantPerToken: TypeAlias = Annotated[
-    torch.Tensor, TensorLine("real numbers", broadcasts=True, detached=True)
+    torch.Tensor,
+    TensorLine("real numbers", broadcasts=True, detached=True, of_list=OF_NUMBERS),
 ]
 TokenLoss: TypeAlias = Annotated[
     torch.Tensor, "[..] fp32, loss per token, neither masked nor averaged"
@@ -100,14 +124,21 @@ WeightBounds: TypeAlias = Annotated[
 ]
 Bounds: TypeAlias = Annotated[tuple[float, float], TupleOf(IN_FP32, 2, ordered=True)]
 Count: TypeAlias = Annotated[int, IntLine(0)]
+PER_ROW = ": one per row of tokens [B, S] is torch.tensor(..)[:, None].expand(B, S)"
 GREEDY = ": for 0, which is greedy, SamplingRule(top_k=1) or argmax"
 Temperature: TypeAlias = (
-    Annotated[float, NumberLine(TINY, 1 / TINY, "positive and finite in fp32", GREEDY)]
+    Annotated[
+        float,
+        NumberLine(TINY, 1 / TINY, "positive and finite in fp32", GREEDY, of_pair=PER_ROW),
+    ]
     | Annotated[torch.Tensor, TensorLine("real numbers", None, constant=True)]
 )
 ONE_ID = ": for 0, where one id has all probability, this id as a label of CrossEntropy"
 TeacherTemperature: TypeAlias = (
-    Annotated[float, NumberLine(TINY, 1 / TINY, "positive and finite in fp32", ONE_ID)]
+    Annotated[
+        float,
+        NumberLine(TINY, 1 / TINY, "positive and finite in fp32", ONE_ID, of_pair=PER_ROW),
+    ]
     | Annotated[torch.Tensor, TensorLine("real numbers", None, constant=True)]
 )
 IN_FUNCTION = "; a factor that is trained belongs into the function of a Term of your own"

@@ -53,6 +53,9 @@ WRITTEN = (
     Alias("low_var_kl", "verl", "value", "k3"),
     Alias("kl", "verl", "value", "k1", 'estimator="k1", input_clamp=None'),
     Alias("mse", "verl", "value", "k2", 'estimator="k2", input_clamp=None'),
+    Alias("low_var_kl+", "verl", "value", "k3+", '"k3+"'),
+    Alias("kl+", "verl", "value", "k1+", 'estimator="k1+", input_clamp=None'),
+    Alias("mse+", "verl", "value", "k2", 'estimator="k2", input_clamp=None'),
     Alias("gpg", "verl", "value", "reinforce"),
     Alias(
         "ppo",

@@ -10,7 +10,7 @@ import torch
 
 from .aliases import hint
 from .checks import FP32_MAX, is_number
-from .tensor_line import Sizes, TensorLine, check_alike
+from .tensor_line import DTYPES, Sizes, TensorLine, check_alike
 from .words import (
     array_hint,
     as_a_list,
@@ -122,7 +122,11 @@ _PLURALS = {
 
 @dataclass(frozen=True)
 class IntLine:
-    """An integer in [low, high], of Python or numpy. hint: of the error for one out of range."""
+    """An integer in [low, high], of Python or numpy.
+
+    Args:
+        hint: of the error for one out of range, and for None.
+    """
 
     low: int = -(1 << 63)
     high: int = (1 << 63) - 1
@@ -140,11 +144,21 @@ class IntLine:
                 raise TypeError
             number = operator.index(value)
         except TypeError:
-            raise TypeError(f"{name} must be an int, got {shown(value)}") from None
+            said = self._hint_of_other(value)
+            raise TypeError(f"{name} must be an int, got {shown(value)}{said}") from None
         if not self.low <= number <= self.high:
             bound = f"at most {self.high}" if number > self.high else f"at least {self.low}"
             expected = "in the range of int64" if self.low < 0 else bound
             raise ValueError(f"{name} must be {expected}, got {number}{self.hint}")
+
+    def _hint_of_other(self, value: Any) -> str:
+        """Return what to write for a value that is no int, "" if nobody knows."""
+        if isinstance(value, torch.Generator):
+            return ": pass its .initial_seed(), an int that no draw changes"
+        if isinstance(value, torch.Tensor):
+            is_one = value.numel() == 1 and DTYPES["int64 or int32"](value.dtype)
+            return ": pass its .item()" * is_one
+        return self.hint if value is None else ""
 
 
 @dataclass(frozen=True)

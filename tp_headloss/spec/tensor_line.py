@@ -44,6 +44,7 @@ CASTS = {"int64 or int32": ".long()", "real numbers": ".float()"}
 # .bool() would make True of labels of -100, and of the -inf of a mask that is added to scores
 OF_A_MASK = ": of a mask of 0 and 1 pass mask != 0"
 OF_LABELS = ", of labels labels != -100"
+OF_LABEL_MASK = ": ids, not a mask (torch.where(mask, labels, -100), or mask.nonzero()[:, 0])"
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,8 @@ class TensorLine:
         detached: it is a constant to the function, whose call detaches it.
         hint: of the error for anything but a tensor, for numbers in the place of a mask or ids, and
             for several in the place of one.
+        of_list: of the error for a tuple or list.
+        of_mask: of the error for a mask in the place of ids.
         trained: of the error for a constant that requires a gradient.
         per_token: of the error for a value per sequence, one for all, or others [n], which must not
             be expanded.
@@ -72,6 +75,8 @@ class TensorLine:
     constant: bool = False
     detached: bool = False
     hint: str = ""
+    of_list: str = ""
+    of_mask: str = OF_LABEL_MASK
     trained: str = ""
     per_token: str = ""
 
@@ -124,12 +129,13 @@ class TensorLine:
             return OF_FUSED_HEAD
         if self.shape in (("width",), ("V",)) and isinstance(x, (dict, list, tuple)):
             return f": write a tensor [{self.shape[0]}] of them, one number for each id"
-        return self.hint
+        is_list = type(x) in (list, tuple)
+        return self.of_list if is_list and self.of_list else self.hint
 
     def _dtype_hint(self, x) -> str:
         """Return what to pass in the place of a tensor of another dtype."""
         if x.dtype == torch.bool and self.kind == "int64 or int32":
-            return ": ids, not a mask (torch.where(mask, labels, -100), or mask.nonzero()[:, 0])"
+            return self.of_mask
         is_several = self.shape == () and x.dim() > 0
         is_of_masks_or_ids = self.kind in ("bool", "int64 or int32")
         if self.hint and (is_several or (is_of_masks_or_ids and x.is_floating_point())):
