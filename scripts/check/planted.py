@@ -1277,6 +1277,12 @@ GROUPS = {
         ("linear_head/request.py", "LinearRequest.again", "self.linear.main_grad", "False"),
         ("head_loss/remembered.py", "kind_of_linear_call", "torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None", "None"),
     ],
+    "test_recipes": [
+        ("head_loss/checks.py", "check_call", "warn_of_other_entries(definition, given.transform.temperature, labels, inputs)", "pass"),
+        ("head_loss/values.py", "warn_of_other_entries", "teacher.log_probs != -torch.inf", "teacher.log_probs == -torch.inf"),
+        ("head_loss/values.py", "_differ", "(first != second) & is_valid", "first != first"),
+        ("head_loss/values.py", "_sorted", "padded.sort(-1, descending=True).values", "padded"),
+    ],
     "test_policy_inputs": [
         ("head_loss/checks.py", "_per_token", "isinstance(line, TensorLine) and line.broadcasts", "True"),
         ("head_loss/definition.py", "HeadLossDefinition.input_lines", "name.endswith('log_prob')", "False"),

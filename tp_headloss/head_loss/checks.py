@@ -32,7 +32,7 @@ from .definition import HeadLossDefinition
 from .distillation_terms import is_own_function, reads_tail
 from .evaluation import StatisticsFunction
 from .terms import Metric, Term
-from .values import check_values
+from .values import check_values, warn_of_other_entries
 
 Inputs: TypeAlias = Annotated[Mapping[str, Any], CheckedBy("inputs of terms and metrics by name")]
 
@@ -82,6 +82,7 @@ def check_call(
         if isinstance(denominator, torch.Tensor):
             expect_denominator(float(denominator.detach()), definition.reduction, x.device)
         check_values(definition, labels, token_weight, denominator, inputs)
+        warn_of_other_entries(definition, given.transform.temperature, labels, inputs)
     sizes: Sizes = {"V": (shard.vocab_size, "the vocabulary"), "device": (x.device, "logits")}
     for term in definition.terms:
         if term.class_weight is not None:
