@@ -1347,6 +1347,10 @@ GROUPS = {
         ("head_loss/output.py", "make_output", "expect_known_terms(call.functions, values, stats, call.token_weight)", "pass"),
     ],
     "test_registration_errors": [
+        ("engine/registration.py", "_owner_of_row", "owner in statistics.BUILT_IN", "False"),
+        ("engine/registration.py", "_other_name", "name in others or name in OF_CARRIERS", "False"),
+        ("engine/registration.py", "_hint_of_missing", "hint(other, names)", "''"),
+        ("engine/registration.py", "_hint_of_missing", "names & {*GRADIENT}", "False"),
         ("engine/registration.py", "register_statistic", "try_larger(trial)", "pass"),
         ("engine/untried.py", "try_larger", "larger.check_gradient(LABELS)", "pass"),
         ("engine/untried.py", "try_larger", "larger.is_an_error()", "False"),
