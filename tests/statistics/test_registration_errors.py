@@ -550,7 +550,7 @@ def test_a_row_of_the_package_is_told_as_one():
         type(family).finish = lambda self, sums, joined: ({name: sums[row]}, {})
         return family
 
-    package = "got 'squares', which is a row of the package's own, of CollisionFamily (collision): "
+    package = "got 'squares', which CollisionFamily (collision) has, a row of the package's own: "
     choose = f"{package}choose another name for it, such as 'own_squares'"
     expect_refused(renamed("squares", "squares"), choose)
     expect_refused(renamed("own", "squares"), f"{package}name rows after the statistic, ('own',)")

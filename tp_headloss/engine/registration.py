@@ -161,9 +161,8 @@ def _owner_of_row(row: str, others: dict[str, Family]) -> str:
     if row not in others:
         return "which every call has"
     owner = others[row]
-    if owner in statistics.BUILT_IN:
-        return f"which is a row of the package's own, of {_described(owner)}"
-    return f"which {_described(owner)} has"
+    of_package = ", a row of the package's own" * (owner in statistics.BUILT_IN)
+    return f"which {_described(owner)} has{of_package}"
 
 
 def _other_name(family: Family, row: str, others: dict[str, Family]) -> str:
