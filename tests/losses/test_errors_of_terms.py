@@ -1,5 +1,6 @@
 """Errors that come from a term's function name the term, and what its inputs may be."""
 
+import math
 import re
 import sys
 
@@ -293,3 +294,86 @@ def test_a_schedule_by_assignment_says_how_a_weight_follows_one():
     with pytest.raises(AttributeError, match=r"got a new 'weight': .*tensor.* weight.fill_\(0.0\)"):
         head.terms[1].weight = 0.0
     assert head.terms[1].weight == 1e-3
+
+
+@pytest.mark.parametrize("made", [lambda weight: hl.Term("a", len, weight), hl.ZLoss])
+def test_a_function_in_the_place_of_a_weight_says_how_a_weight_follows_a_schedule(made):
+    words = r"got function: for a schedule pass a tensor, weight = torch.tensor\(0.1\), .*fill_"
+    with pytest.raises(TypeError, match=words):
+        made(lambda step: 0.1)
+
+
+def test_a_number_in_the_place_of_an_input_is_written_as_a_tensor():
+    def scaled(stats, g):
+        return g * stats.lse
+
+    with pytest.raises(TypeError, match=r"got float: write torch.tensor\(0.3\)$"):
+        call(scaled, {"g": 0.3})
+    with pytest.raises(TypeError, match=r"got float$"):
+        call(scaled, {"g": float("inf")})
+    assert call(scaled, {"g": torch.tensor(0.3)}).loss.isfinite()
+
+
+def test_the_number_of_an_input_may_be_on_the_cpu(device):
+    head = hl.HeadLoss(hl.Term("mine", lambda stats, g: g * stats.lse, inputs=("g",)))
+    logits, labels = torch.zeros(B, S, V, device=device), torch.zeros(B, S, device=device).long()
+    found = head(logits, labels, inputs={"g": torch.tensor(0.3)}).loss
+    assert found.item() == pytest.approx(0.3 * math.log(V))
+
+
+ELSEWHERE = " must be on cpu like the statistics, got meta"
+
+
+def test_a_result_on_another_device_is_named():
+    def elsewhere(stats):
+        return torch.zeros(B, S, device="meta")
+
+    with pytest.raises(ValueError, match="term 'mine'" + ELSEWHERE):
+        call(elsewhere)
+    with pytest.raises(ValueError, match="token_weight of term 'mine'" + ELSEWHERE):
+        call(lambda stats: stats.lse, token_weight=elsewhere)
+    metric = hl.Metric(lambda stats: {"own": elsewhere(stats)})
+    with pytest.raises(ValueError, match="metric 'own'" + ELSEWHERE):
+        hl.HeadLoss(metrics=metric)(torch.zeros(B, S, V), torch.zeros(B, S).long())
+
+
+INPUTS = {
+    "tail_log_mass": "'teacher': TopKTeacher(ids, log_probs)",
+    "topk_forward_kl": "'teacher': TopKTeacher(ids, log_probs)",
+    "forward_kl": "'teacher': Teacher(..)",
+    "set_entropy": "'sets': IdSets(ids)",
+    "log_probs_at": "'ids': a tensor of ids [.., K]",
+}
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_the_input_of_a_statistic_is_named_by_its_own_record(name):
+    words = re.escape(f"write inputs={{{INPUTS[name]}}}") + "$"
+    with pytest.raises(ValueError, match=words):
+        call(lambda stats: getattr(stats, name), want=(name,))
+
+
+def test_all_inputs_that_are_missing_are_written():
+    words = "write inputs={'teacher': TopKTeacher(ids, log_probs), 'ids': a tensor of ids [.., K]}"
+    with pytest.raises(ValueError, match=re.escape(words)):
+        call(lambda stats: stats.lse, want=("tail_log_mass", "log_probs_at"))
+    with pytest.raises(ValueError, match=r"write inputs={'sequences': Sequences\.from_mask"):
+        hl.HeadLoss(hl.Term("mine", lambda stats, sequences: stats.lse, inputs=("sequences",)))(
+            torch.zeros(B, S, V), torch.zeros(B, S).long(), inputs={}
+        )
+
+
+def test_the_wrong_kind_of_teacher_says_which_one_to_pass():
+    whole = hl.Teacher(torch.zeros(B, S, V))
+    few = hl.TopKTeacher(IDS, torch.zeros(B, S, K) - 2)
+    x = torch.zeros(B, S, V)
+    with pytest.raises(ValueError, match=r"; pass TopKTeacher\(ids, log_probs\)$"):
+        hl.vocab_statistics(x, want=("tail_log_mass",), teacher=whole)
+    with pytest.raises(ValueError, match=r"; pass Teacher\(..\)$"):
+        hl.vocab_statistics(x, want=("jsd",), teacher=few)
+    with pytest.raises(ValueError, match="a call has one teacher, so make a call for each"):
+        hl.vocab_statistics(x, want=("jsd", "tail_log_mass"), teacher=few)
+    with pytest.raises(ValueError, match=r"got none: teacher=TopKTeacher\(ids, log_probs\)$"):
+        hl.vocab_statistics(x, want=("tail_log_mass",))
+    with pytest.raises(ValueError, match=r"got none: teacher=Teacher\(..\)$"):
+        hl.vocab_statistics(x, want=("jsd",))

@@ -1,6 +1,7 @@
 """The recipes of docs/guides/recipes.md against their formulas in float64 PyTorch."""
 
 import functools
+import warnings
 
 import pytest
 import torch
@@ -179,3 +180,44 @@ def test_unlikelihood(margin):
     torch.testing.assert_close(
         torch.autograd.grad(of_hidden, hidden), torch.autograd.grad(of_logits, hidden)
     )
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_unlikelihood_at_a_temperature(per_token):
+    """The tail has the temperature of the log-probs at the ids."""
+    batch = Batch()
+    ids = torch.stack([torch.randperm(V)[:3] for _ in range(B * S)]).view(B, S, 3)
+    ids[torch.rand(B, S, 3) < 0.3] = -1
+    temperature = torch.full((B, S), 0.5) if per_token else 0.5
+    z = batch.logits / 0.5
+    p = z.softmax(-1).gather(-1, ids.clamp(min=0))
+    expected = batch.mean(-torch.where(ids >= 0, (1 - p).log(), 0.0).sum(-1))
+    transform = hl.Transform(temperature=temperature)
+    head = hl.HeadLoss(recipes()["unlikely"], options=hl.Options(check=True))
+    given = {"transform": transform, "inputs": recipes()["with_tail"](ids, temperature)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = head(batch.logits, batch.labels, **given).loss
+    expect_equal(batch, found, expected)
+    given["inputs"] = recipes()["with_tail"](ids)
+    with pytest.warns(UserWarning, match="'unlikelihood' reads .* at two temperatures"):
+        head(batch.logits, batch.labels, **given)
+
+
+def test_unlikelihood_with_a_tail_of_other_ids_is_a_warning():
+    batch = Batch()
+    ids = torch.tensor([5, 9, -1]).expand(B, S, 3)
+    head = hl.HeadLoss(recipes()["unlikely"], options=hl.Options(check=True))
+    same = recipes()["with_tail"](torch.tensor([9, 5]).expand(B, S, 2)) | {"ids": ids}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        head(batch.logits, batch.labels, inputs=same)
+    other = recipes()["with_tail"](torch.tensor([5, 8, -1]).expand(B, S, 3)) | {"ids": ids}
+    with pytest.warns(UserWarning, match="of other ids than the input 'ids'"):
+        head(batch.logits, batch.labels, inputs=other)
+    # at ignored tokens nothing reads them
+    moved = torch.where(batch.is_valid[..., None], ids, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        inputs = recipes()["with_tail"](moved) | {"ids": ids}
+        head(batch.logits, batch.labels, inputs=inputs)

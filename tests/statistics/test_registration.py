@@ -223,7 +223,7 @@ def renamed(**names):
 TAKEN = {
     "a packet row of a built-in family": (
         {"packet": ("squares",)},
-        r"packet rows of Sums \(own\) .* got 'squares', which CollisionFamily \(collision\) has: "
+        r"packet rows of Sums \(own\) .* got 'squares', which CollisionFamily \(collision\) has, a row of .*: "
         r".* \('own',\)",
     ),
     "the softmax's rows": (

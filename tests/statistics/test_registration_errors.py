@@ -498,3 +498,61 @@ def test_the_sums_of_others_are_not_returned():
     expect_refused(family, words)
     with pytest.raises(ValueError, match=r"return \['excess'\] alone"), registered(family):
         pass
+
+
+class Cube(Family):
+    """A right family of one statistic."""
+
+    statistics = gradients = packet = ("cube",)
+
+    def finite(self, tile):
+        return tile.z.masked_fill(tile.z == -torch.inf, 0)
+
+    def local(self, tile, softmax, rows):
+        return {"cube": row_sum(self.finite(tile) ** 3)}
+
+    def finish(self, sums, joined):
+        return {"cube": sums["cube"]}, {}
+
+    def direct(self, dz, tile, merged, grads):
+        return dz + 3 * grads["cube"] * self.finite(tile) ** 2 if "cube" in grads else dz
+
+
+def without(method, other=None, **attributes):
+    """A family of one statistic that lacks a method, or has it by another name."""
+    given = {name: value for name, value in vars(Cube).items() if name[0] != "_"} | attributes
+    moved = given.pop(method)
+    if other is not None:
+        given[other] = moved
+    return type("Own", (Family,), given)()
+
+
+def test_a_misspelt_method_is_named():
+    words = "Own must have methods of its own, got no "
+    gradient = f"{words}coefficient or direct or scaled"
+    expect_refused(without("direct", "dirct"), f"{gradient}, but 'dirct': did you mean 'direct'?")
+    local = f"{words}local, but 'locale': did you mean 'local'?"
+    expect_refused(without("local", "locale"), local)
+    expect_refused(without("finish"), "got no finish")
+
+
+def test_a_gradient_without_a_method_names_both_ways_out():
+    words = "scaled: write one of these, or gradients = () for statistics without a gradient"
+    expect_refused(without("direct"), words)
+    with registered(without("direct", gradients=())):
+        pass
+
+
+def test_a_row_of_the_package_is_told_as_one():
+    def renamed(name, row):
+        family = without("direct", gradients=(), statistics=(name,), packet=(row,))
+        type(family).local = lambda self, tile, softmax, rows: {row: row_sum(self.finite(tile))}
+        type(family).finish = lambda self, sums, joined: ({name: sums[row]}, {})
+        return family
+
+    package = "got 'squares', which CollisionFamily (collision) has, a row of the package's own: "
+    choose = f"{package}choose another name for it, such as 'own_squares'"
+    expect_refused(renamed("squares", "squares"), choose)
+    expect_refused(renamed("own", "squares"), f"{package}name rows after the statistic, ('own',)")
+    with registered(renamed("squares", "own_squares")), registered(renamed("own", "own")):
+        pass

@@ -133,7 +133,9 @@ class TopKTeacher(_Tempered):
             its reverse KL 1e-6.
         temperature: of the teacher: log_probs / temperature, renormalised; 1 if they were exported
             at a temperature.
-        student_temperature: as in `Teacher`.
+        student_temperature: as in `Teacher`. The statistics of the entries and of everything else,
+            such as "tail_log_mass", are the student's at this temperature; "log_probs_at" is at
+            that of the `Transform`.
         renormalize: divide the entries' probabilities by their sum, so that no tail is left; a
             temperature needs it. False is for losses that read the tail: without it entries are no
             distribution, and a divergence from them may be negative.

@@ -261,7 +261,8 @@ def _validate_teacher(given: Given):
     wanted = [name for name in (*FULL_TEACHER, *TOPK_TEACHER) if name in given.want]
     if teacher is None:
         if wanted:
-            raise ValueError(f"{wanted} need a teacher, got none")
+            made = "TopKTeacher(ids, log_probs)" if wanted[0] in TOPK_TEACHER else "Teacher(..)"
+            raise ValueError(f"{wanted} need a teacher, got none: teacher={made}")
         return
     if isinstance(teacher, TeacherHead):
         raise ValueError(
@@ -269,11 +270,15 @@ def _validate_teacher(given: Given):
             "linear_vocab_statistics, or make the teacher's logits, Teacher(F.linear(hidden, "
             "weight))"
         )
-    served = TOPK_TEACHER if isinstance(teacher, TopKTeacher) else FULL_TEACHER
+    is_topk = isinstance(teacher, TopKTeacher)
+    served = TOPK_TEACHER if is_topk else FULL_TEACHER
     if not wanted or not set(wanted) <= set(served):
         said = f": write want=({served[0]!r},), of the call or of the term that takes it"
         if wanted:
-            said = ": Distillation takes a Teacher, TopKDistillation a TopKTeacher"
+            other = "Teacher(..)" if is_topk else "TopKTeacher(ids, log_probs)"
+            said = f": Distillation takes a Teacher, TopKDistillation a TopKTeacher; pass {other}"
+        if set(wanted) & set(served):
+            said = ": a call has one teacher, so make a call for each"
         raise ValueError(
             f"a {type(teacher).__name__} serves the statistics {served}, got {wanted} in want"
             + said

@@ -13,6 +13,7 @@ import torch
 
 from .. import statistics
 from ..spec import Instance, checked
+from ..spec.aliases import hint
 from ..statistics import (
     SOFTMAX,
     Family,
@@ -137,12 +138,10 @@ def _check_rows(family: Family) -> None:
         own = owners_of_rows(method, (family,))
         others = owners_of_rows(method, statistics.FAMILIES)
         if taken := [row for row in own if row in others or row in OF_CARRIERS]:
-            owner = _described(others[taken[0]]) if taken[0] in others else "every call"
             raise ValueError(
                 f"the {kind} of {_described(family)} must have names of their own, got "
-                f"{taken[0]!r}, which {owner} has: name rows after the statistic, "
-                f"({family.statistics[0]!r},), and where a class has several instances, in its "
-                "__init__"
+                f"{taken[0]!r}, {_owner_of_row(taken[0], others)}: "
+                f"{_other_name(family, taken[0], others)}"
             )
         if wrong := [row for row in own if not _is_name(row)]:
             raise ValueError(f"the {kind} of {_described(family)} must be names, got {wrong[0]!r}")
@@ -157,16 +156,49 @@ def _check_rows(family: Family) -> None:
         )
 
 
+def _owner_of_row(row: str, others: dict[str, Family]) -> str:
+    """Return the words of an error about whose a row is. others: the families of rows by name."""
+    if row not in others:
+        return "which every call has"
+    owner = others[row]
+    of_package = ", a row of the package's own" * (owner in statistics.BUILT_IN)
+    return f"which {_described(owner)} has{of_package}"
+
+
+def _other_name(family: Family, row: str, others: dict[str, Family]) -> str:
+    """Return what to call a row whose name is taken: after the statistic, unless that is taken."""
+    name = family.statistics[0]
+    if name in others or name in OF_CARRIERS:
+        return f"choose another name for it, such as 'own_{row}'"
+    return (
+        f"name rows after the statistic, ({name!r},), and where a class has several instances, in "
+        "its __init__"
+    )
+
+
 def _check_methods(family: Family) -> None:
     """Raise ValueError for a family without methods that its rows need."""
     own = {name for name in dir(Family) if has_own(family, name)}
     needed = ({"finish"}, True), ({"local"}, family.packet), (set(GRADIENT), family.gradients)
-    missing = [" or ".join(sorted(names)) for names, used in needed if used and not own & names]
+    missing = [names for names, used in needed if used and not own & names]
     if missing:
+        said = ", no ".join(" or ".join(sorted(names)) for names in missing)
         raise ValueError(
-            f"family {type(family).__name__} must have methods of its own, got no "
-            f"{', no '.join(missing)}"
+            f"family {type(family).__name__} must have methods of its own, got no {said}"
+            f"{_hint_of_missing(family, missing)}"
         )
+
+
+def _hint_of_missing(family: Family, missing: list[set[str]]) -> str:
+    """Return what to write where methods are missing: the name of one that is misspelt, or that
+    statistics have no gradient; "" if nobody knows."""
+    names = set().union(*missing)
+    for other in sorted({*dir(family)} - {*dir(Family)}):
+        if said := hint(other, names):
+            return f", but {other!r}{said}"
+    if names & {*GRADIENT}:
+        return ": write one of these, or gradients = () for statistics without a gradient"
+    return ""
 
 
 def _check_wanted(family: Family) -> None:

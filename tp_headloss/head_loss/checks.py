@@ -27,12 +27,12 @@ from ..spec import (
 from ..spec.aliases import hint
 from ..spec.checks import expect_dense, fits_fp32, is_number, refuse_float_labels
 from ..spec.words import array_hint, shown
-from ..statistics import AT_IDS, names_with_beta
+from ..statistics import AT_IDS, TOPK_TEACHER, names_with_beta
 from .definition import HeadLossDefinition
 from .distillation_terms import is_own_function, reads_tail
 from .evaluation import StatisticsFunction
 from .terms import Metric, Term
-from .values import check_values
+from .values import check_values, warn_of_other_entries
 
 Inputs: TypeAlias = Annotated[Mapping[str, Any], CheckedBy("inputs of terms and metrics by name")]
 
@@ -82,6 +82,7 @@ def check_call(
         if isinstance(denominator, torch.Tensor):
             expect_denominator(float(denominator.detach()), definition.reduction, x.device)
         check_values(definition, labels, token_weight, denominator, inputs)
+        warn_of_other_entries(definition, given.transform.temperature, labels, inputs)
     sizes: Sizes = {"V": (shard.vocab_size, "the vocabulary"), "device": (x.device, "logits")}
     for term in definition.terms:
         if term.class_weight is not None:
@@ -243,7 +244,7 @@ def _checked_inputs(definition: HeadLossDefinition, inputs, labels, sequences) -
     needed = set(definition.plan.inputs)
     if not inputs and not needed:
         return {}
-    _refuse_other_names(needed, set(inputs))
+    _refuse_other_names(needed, set(inputs), definition.want)
     out = {}
     has_ids = any(name in definition.want for name in AT_IDS)
     # beside sequences, [K] may be a value for each of them
@@ -290,14 +291,19 @@ def _expect_teacher_that_is_read(definition: HeadLossDefinition, teacher):
         )
 
 
-def _refuse_other_names(needed: set[str], given: set[str]):
-    """Raise ValueError for inputs that are missing, and for those that nothing takes."""
+def _refuse_other_names(needed: set[str], given: set[str], want: tuple[str, ...]):
+    """Raise ValueError for inputs that are missing, and for those that nothing takes.
+
+    want: the statistics that terms and metrics need.
+    """
     missing, unused = needed - given, given - needed - {"sequences"}
     if not missing and not unused:
         return
     wrong = [f"missing {sorted(missing)}"] if missing else []
-    if "teacher" in missing:
-        wrong.append("write inputs={'teacher': Teacher(..)}")
+    made = {name: made for name, made in _inputs_of_statistics(want).items() if name in missing}
+    if made:
+        written = ", ".join(f"{name!r}: {value}" for name, value in made.items())
+        wrong.append(f"write inputs={{{written}}}")
     if unused:
         wrong.append(f"unused {sorted(unused)}, which none of them takes")
     hints = {name: hint(name, needed, "input") for name in sorted(unused, key=str)}
@@ -316,6 +322,17 @@ def _refuse_other_names(needed: set[str], given: set[str]):
         f"inputs must be {sorted(needed)} for these terms and metrics, got {sorted(given)}: "
         f"{'; '.join(wrong)}"
     )
+
+
+def _inputs_of_statistics(want: tuple[str, ...]) -> dict[str, str]:
+    """Return what to write for the inputs that have a class of their own, and for those of the
+    statistics, by name."""
+    made = {"teacher": "Teacher(..)", "sets": "IdSets(ids)", "sequences": "Sequences.from_mask(..)"}
+    if any(name in want for name in TOPK_TEACHER):
+        made["teacher"] = "TopKTeacher(ids, log_probs)"
+    if any(name in want for name in AT_IDS):
+        made["ids"] = "a tensor of ids [.., K]"
+    return made
 
 
 def _has_values_of_ids(value, labels) -> bool:
@@ -379,7 +396,8 @@ def _per_token(name: str, value, labels, sequences, line: Line) -> torch.Tensor:
             either = f"[{len(sequences)}], one per sequence, or {list(labels.shape)}, one per token"
             raise ValueError(f"input {name!r} must be {either}, got {list(shape)}")
     line.check(f"input {name!r}", value, sizes_of("labels", labels, labels.shape))
-    return value.expand(labels.shape)
+    # one for all tokens may be on the CPU
+    return value.to(labels.device).expand(labels.shape)
 
 
 def _scored_labels(

@@ -67,7 +67,7 @@ def evaluate(
         if not isinstance(function.function, StatisticValue):
             if value is None:
                 _expect_statistics(function, stats, inputs)
-            expect_per_token(function.owner, value, stats.lse.shape, function.is_loss)
+            expect_per_token(function.owner, value, stats.lse, function.is_loss)
             if function.is_loss and value is not None:
                 _expect_gradient(function.owner, value, stats)
     with torch.no_grad():
@@ -200,7 +200,7 @@ def _metric_values(metrics, stats, inputs) -> dict[str, torch.Tensor]:
                 "itself"
             )
         for name, value in new.items():
-            expect_per_token(f"metric {name!r}", value, stats.lse.shape)
+            expect_per_token(f"metric {name!r}", value, stats.lse)
         expect_distinct_names(values, new)
         values.update(new)
         returned.append(new)

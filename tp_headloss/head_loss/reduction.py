@@ -217,7 +217,7 @@ def _denominator(call: Call, term, stats: VocabStatistics, count: torch.Tensor):
         return nonzero(call.denominator)
     if term.token_weight is not None and call.definition.plan.label_weight is None:
         own = term.token_weight(stats, **{name: call.inputs[name] for name in term.inputs})
-        expect_per_token(f"the token_weight of term {term.name!r}", own, stats.lse.shape)
+        expect_per_token(f"the token_weight of term {term.name!r}", own, stats.lse)
         return nonzero(masked(own, stats.valid, call.loss_weight).sum(dtype=torch.float64))
     # the sum over 0 tokens is 0 anyway
     return count.clamp(min=1) if call.loss_weight is None else nonzero(count)

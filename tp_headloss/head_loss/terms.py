@@ -68,7 +68,8 @@ class Term:
             or a `TopKTeacher`), "sets" or "ids". Name a teacher or sets only where the function
             itself reads them: the call takes them for the statistics in `want` as well. Where the
             function wants "log_probs_at", "ids" are [.., K], and an input may have a value for
-            each; those below 0 are none.
+            each; those below 0 are none. Where it wants "tail_log_mass" as well, the `TopKTeacher`
+            has the same ids, and as student_temperature that of the `Transform`.
         tokenwise: True promises that a token's value depends on this token alone, so that the
             function may be called with some of the tokens [n] at a time, as a one-sweep
             `HeadLoss.linear` does. A `StatisticValue` always is. ``Options(check=True)`` compares.

@@ -2,6 +2,8 @@
 
 import torch
 
+from ..spec.tensor_line import check_alike
+
 
 def masked(
     values: torch.Tensor, valid: torch.Tensor | None, weight: torch.Tensor | None = None
@@ -30,9 +32,9 @@ def nonzero(denominator: torch.Tensor | float) -> torch.Tensor | float:
     return denominator.double().masked_fill(denominator == 0, float("inf"))
 
 
-def expect_per_token(owner: str, value, shape: torch.Size, is_loss: bool = False):
-    """Raise TypeError or ValueError unless the value is a real tensor of this shape, one number per
-    token; is_loss: of floating point."""
+def expect_per_token(owner: str, value, like: torch.Tensor, is_loss: bool = False):
+    """Raise TypeError or ValueError unless the value is a real tensor with the shape and the device
+    of a statistic, one number per token; is_loss: of floating point."""
     if not isinstance(value, torch.Tensor) or value.is_complex():
         got = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
         raise TypeError(f"{owner} must return a real tensor with a value per token, got {got}")
@@ -41,11 +43,12 @@ def expect_per_token(owner: str, value, shape: torch.Size, is_loss: bool = False
             f"{owner} must return a loss per token, floating point, got {value.dtype}, which has no "
             "gradient: return its .float(), or make it a Metric"
         )
-    if value.shape != shape:
+    if value.shape != like.shape:
         hint = ", and HeadLoss averages: do not average there" if value.dim() == 0 else ""
         raise ValueError(
-            f"{owner} must return a value per token, {list(shape)}, got {list(value.shape)}{hint}"
+            f"{owner} must return a value per token, {list(like.shape)}, got {list(value.shape)}{hint}"
         )
+    check_alike(owner, "device", value.device, {"device": (like.device, "the statistics")})
 
 
 def metric_sums(

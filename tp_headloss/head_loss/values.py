@@ -7,8 +7,10 @@ from functools import partial
 
 import torch
 
+from ..arguments.teachers import TopKTeacher
 from ..call.not_finite import expect_finite
 from ..spec.checks import refuse_tokens
+from ..statistics import AT_IDS
 
 # inputs that are log-probs of the program that sampled the tokens
 SAMPLED_BY = ("old_log_prob", "generator_log_prob")
@@ -114,6 +116,64 @@ def _refuse_impossible(inputs, is_valid: torch.Tensor):
 
 def _impossible_at(name: str, token: int) -> str:
     return f"input {name!r} of token {token} (flat index) is -inf, which no sampled token has"
+
+
+def warn_of_other_entries(definition, temperature, labels, inputs):
+    """Warn of a term that reads both log-probs at ids and probabilities of a teacher's entries,
+    where the ids or the student's temperatures differ, so that they do not add up to 1.
+
+    temperature: of the call's `Transform`.
+    """
+    teacher = inputs.get("teacher")
+    ids = inputs.get("ids")
+    if not isinstance(teacher, TopKTeacher) or not isinstance(ids, torch.Tensor):
+        return
+    names = [term.name for term in definition.terms if _reads_ids_and_entries(term)]
+    if not names:
+        return
+    reads = f"term {names[0]!r} reads 'log_probs_at' and statistics of a TopKTeacher's entries, "
+    is_valid = labels != definition.ignore_index
+    of_teacher = teacher.student_temperature_or_default
+    if _differ(temperature, of_teacher, is_valid):
+        warnings.warn(
+            f"{reads}which are at two temperatures, of the Transform and of the teacher: write "
+            "TopKTeacher(.., student_temperature=..) with that of the Transform",
+            stacklevel=2,
+        )
+    counted = teacher.log_probs != -torch.inf
+    counted = counted if teacher.mask is None else counted & teacher.mask
+    entries = torch.where(counted, teacher.ids, -1)
+    if entries.shape[:-1] != ids.shape[:-1] or ids.shape[:-1] != labels.shape:
+        return  # an error of the statistics
+    if bool(((_sorted(ids, entries) != _sorted(entries, ids)).any(-1) & is_valid).any()):
+        warnings.warn(
+            f"{reads}which are of other ids than the input 'ids': write TopKTeacher(ids, ..)",
+            stacklevel=2,
+        )
+
+
+def _reads_ids_and_entries(term) -> bool:
+    """Return True for a term that wants log-probs at ids and probabilities of a teacher's
+    entries, or of everything else."""
+    wants_mass = any(name in term.want for name in ("topk_log_mass", "tail_log_mass"))
+    return wants_mass and any(name in term.want for name in AT_IDS)
+
+
+def _differ(temperature, other, is_valid: torch.Tensor) -> bool:
+    """Return True where temperatures, numbers or one per token, differ at a token that counts."""
+    both = [torch.as_tensor(x).to(is_valid.device, torch.float32) for x in (temperature, other)]
+    if any(x.numel() != 1 and x.shape != is_valid.shape for x in both):
+        return False  # an error of the statistics
+    first, second = (x.reshape(()) if x.numel() == 1 else x for x in both)
+    return bool(((first != second) & is_valid).any())
+
+
+def _sorted(ids: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    """Return ids [.., K] in descending order, filled up with -1 to the number of the others."""
+    known = ids.long().clamp(min=-1)
+    more = max(0, others.shape[-1] - ids.shape[-1])
+    padded = torch.nn.functional.pad(known, (0, more), value=-1)
+    return padded.sort(-1, descending=True).values
 
 
 def _check_bytes(num_bytes: torch.Tensor, is_valid: torch.Tensor):

@@ -148,9 +148,15 @@ OTHER_WEIGHTS = (
 TERM_WEIGHT = TensorLine(
     "floating point", (), constant=True, hint=OTHER_WEIGHTS, trained=IN_FUNCTION
 )
+OF_SCHEDULE = (
+    ": for a schedule pass a tensor, weight = torch.tensor(0.1), and after each backward "
+    "weight.fill_(..)"
+)
 Weight: TypeAlias = (
     Annotated[
-        float, NumberLine(-FP32_MAX, FP32_MAX, "finite in fp32"), "Factor of the term in the loss"
+        float,
+        NumberLine(-FP32_MAX, FP32_MAX, "finite in fp32", of_function=OF_SCHEDULE),
+        "Factor of the term in the loss",
     ]
     | Annotated[torch.Tensor, TERM_WEIGHT]
 )
@@ -159,7 +165,7 @@ OWN_TERM = ": a weight below 0 rewards what the term penalises; a Term of your o
 PenaltyWeight: TypeAlias = (
     Annotated[
         float,
-        NumberLine(0, FP32_MAX, "at least 0 and finite in fp32", OWN_TERM),
+        NumberLine(0, FP32_MAX, "at least 0 and finite in fp32", OWN_TERM, of_function=OF_SCHEDULE),
         "Factor of the term in the loss; the sign of a tensor is not looked at",
     ]
     | Annotated[torch.Tensor, TERM_WEIGHT]

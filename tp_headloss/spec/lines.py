@@ -1,5 +1,7 @@
 """Lines: what an argument may be. They read metadata and numbers, never a tensor's values."""
 
+import functools
+import inspect
 import math
 import operator
 from collections.abc import Callable, Collection
@@ -30,6 +32,7 @@ class NumberLine:
         hint: of the error for one out of range.
         of_text: of the error for a string.
         of_pair: of the error for a tuple or list, {} standing for it.
+        of_function: of the error for a function.
         in_fp32: tensors in fp32 are compared with it, so that a finite number is one in fp32.
     """
 
@@ -40,6 +43,7 @@ class NumberLine:
     in_fp32: bool = False
     of_text: str = ""
     of_pair: str = ""
+    of_function: str = ""
 
     def check(self, name: str, value: Any, sizes: Sizes):
         """Raise TypeError for anything but a number, and ValueError for one out of range."""
@@ -60,6 +64,8 @@ class NumberLine:
         """Return what to write for a value that is no number, "" if nobody knows."""
         if isinstance(value, (tuple, list)):
             return self.of_pair.format(shown(value))
+        if inspect.isroutine(value) or isinstance(value, functools.partial):
+            return self.of_function
         return self.of_text if isinstance(value, str) else ""
 
 

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from .checks import expect_dense
+from .checks import expect_dense, is_number
 from .words import array_hint
 
 # symbol of a shape -> its size, and the name of the argument that set it; "shard": the shard, which
@@ -115,6 +115,8 @@ class TensorLine:
         """Return what to pass in the place of an object that is no tensor."""
         if said := getattr(type(x), "remedy", "") or array_hint(x):
             return said
+        if self.broadcasts and is_number(x) and math.isfinite(x):
+            return f": write torch.tensor({x})"
         parts: tuple[str, ...] = TOKEN_PARTS
         if self.sharded is not None:
             parts = COLUMN_PARTS

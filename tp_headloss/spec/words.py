@@ -1,5 +1,6 @@
 """Words of errors for values of any type."""
 
+import inspect
 import numbers
 from collections.abc import Iterator, MappingView
 
@@ -20,9 +21,10 @@ def shown(value, write: str = "") -> str:
         names = ", ".join(_kind(x) for x in value)
         remedies = [write, *(getattr(type(x), "remedy", "") for x in value)]
         return f"[{names}]" + next(filter(None, remedies), "")
-    # an iterator shows its address, which ranks do not share
-    is_named = isinstance(value, (type, dict, Iterator)) or type(value).__module__ != "builtins"
-    if is_named:
+    # an iterator or a function shows its address, which ranks do not share
+    has_address = isinstance(value, Iterator) or inspect.isroutine(value)
+    is_named = isinstance(value, (type, dict)) or type(value).__module__ != "builtins"
+    if has_address or is_named:
         return type_name(value, write)
     return repr(value) + write
 
