@@ -189,7 +189,7 @@ def _check_methods(family: Family) -> None:
         )
 
 
-def _hint_of_missing(family: Family, missing: list[set[str]]) -> str:
+def _hint_of_missing(family: Family, missing: Sequence[set[str]]) -> str:
     """Return what to write where methods are missing: the name of one that is misspelt, or that
     statistics have no gradient; "" if nobody knows."""
     names = set().union(*missing)
