@@ -354,7 +354,7 @@ SIZES = "--tokens", "8", "--vocab", "8"
     (("plan", "--tokens", "8k", "--vocab", "8"), 2, "expected a whole number from 1 to 4194304, got '8k'"),
     (("plan", "--tokens", "15000000000000", "--vocab", "8"), 2, "--tokens: expected a whole number from 1 to"),
     (("plan", "--tokens", "8", "--vocab", "128256000000"), 2, "--vocab: expected a whole number from 1 to"),
-    (("plan", "--tokens", "2097153", "--vocab", "131072", "--tp", "2"), 2, "at most 137438953472, got 2097153 tokens x 65536 ids = 1374390"),
+    (("plan", "--tokens", "2097153", "--vocab", "131072", "--tp=2"), 2, "at most 137438953472, got 2097153"),
     (("plan", "--tokens", "2097152", "--vocab", "131072", "--tp", "2"), 0, "shard = "),
     (("plan", *SIZES, "--bandwidth", "fast"), 2, "expected TB/s, below 100, got 'fast'"),
     (("plan", "--tok", "8", "--vocab", "8"), 2, "required: --tokens; unknown: --tok, did you mean --tokens?\n"),
