@@ -51,6 +51,16 @@ TOLERANCE = 1e-5  # of fp32, relative to the largest element
 WAIT = timedelta(minutes=2)
 # how long a rank whose collective has ended asks which others are there
 ROLL_CALL = 10.0  # seconds
+# variables with the number of processes that a launcher other than torchrun started -> the
+# launcher, and its command
+LAUNCHERS = {
+    "SLURM_STEP_NUM_TASKS": ("Slurm", "srun"),
+    "OMPI_COMM_WORLD_SIZE": ("Open MPI", "mpirun"),
+    "PMI_SIZE": ("MPI", "mpirun"),
+}
+# what gloo says of a collective that waited too long, and of a rank whose process has ended
+WAITED = "imed out"
+ENDED = "Connection closed by peer", "Connection reset by peer", "Broken pipe"
 NO_TRITON = "not installed"
 
 
@@ -270,11 +280,11 @@ def join(given: Job, backend: str) -> None:
 
 def expect_answers(given: Job, error: Exception) -> None:
     """Exit with the ranks that did not answer, where an error says that a collective waited too
-    long."""
+    long, or that a rank has ended."""
     with contextlib.suppress(RuntimeError):  # the store has ended with its process
         say_presence()
     (reason, *_) = str(error).splitlines() or [""]
-    if not (isinstance(error, RuntimeError) and "imed out" in reason):
+    if not (isinstance(error, RuntimeError) and any(x in reason for x in (WAITED, *ENDED))):
         return
     silent: list[int] = []
     # Rank 0 holds the store where torchrun does not, and a store that has stopped is waited for
@@ -282,9 +292,13 @@ def expect_answers(given: Job, error: Exception) -> None:
     if given.rank == 0 or agent_has_store():
         silent = silent_ranks(ROLL_CALL)
     ranks = f"rank {', '.join(map(str, silent))} does" if silent else "some of them do"
+    if WAITED in reason:
+        time, why = f" within {WAIT.total_seconds():g} seconds", ""
+    else:  # ranks that are connected with none that has ended may wait still
+        time, why = "", ", because of a process that has ended"
     sys.exit(
-        f"FAILED: expected an answer of all {given.ranks} ranks within {WAIT.total_seconds():g} "
-        f"seconds, and {ranks} not answer rank {given.rank}: {reason}"
+        f"FAILED: expected an answer of all {given.ranks} ranks{time}, and {ranks} not answer "
+        f"rank {given.rank}{why}: {reason}"
     )
 
 
@@ -307,15 +321,20 @@ def report_of_job(given: Job) -> tuple[list[str], bool]:
 
 
 def warn_of_separate_checks(given: Job) -> None:
-    """Say where Slurm started several processes that know nothing of each other."""
-    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
-    if given.ranks > 1 or not tasks.isdecimal() or int(tasks) == 1:
+    """Say where a launcher started several processes that know nothing of each other."""
+    if given.ranks > 1 or "WORLD_SIZE" in os.environ:
         return
-    print(
-        f"warning: Slurm started {tasks} processes, and each checks itself alone, because WORLD_SIZE "
-        "is not set: to check them together, have srun start one torchrun on each node",
-        file=sys.stderr,
-    )
+    for name, (launcher, command) in LAUNCHERS.items():
+        tasks = os.environ.get(name, "1")
+        if not tasks.isdecimal() or int(tasks) == 1:
+            continue
+        print(
+            f"warning: {launcher} started {tasks} processes, and each checks itself alone, because "
+            f"WORLD_SIZE is not set: to check them together, have {command} start one torchrun on "
+            "each node",
+            file=sys.stderr,
+        )
+        return
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 OF_A_RANK = "RANK", "LOCAL_RANK"
+MOST_PORT = 2**16 - 1
 START = (
     "write torchrun --standalone --nproc-per-node N -m tp_headloss, or unset WORLD_SIZE, "
     f"{' and '.join(OF_A_RANK)} to check one process"
@@ -57,6 +58,11 @@ def job() -> Job:
     if ranks == 1:
         for name in of_a_rank:
             number_of(name, 0, 0)
+        # One rank checks itself alone, but a process group of one rank would read both.
+        if "MASTER_ADDR" in os.environ:
+            expect_address(os.environ["MASTER_ADDR"])
+        if "MASTER_PORT" in os.environ:
+            number_of("MASTER_PORT", 1, MOST_PORT)
         return Job()
     host = os.environ.get("MASTER_ADDR")
     if not host:
@@ -70,7 +76,7 @@ def job() -> Job:
         local_rank=number_of("LOCAL_RANK", 0, local_ranks - 1),
         local_ranks=local_ranks,
         host=host,
-        port=number_of("MASTER_PORT", 1, 2**16 - 1),
+        port=number_of("MASTER_PORT", 1, MOST_PORT),
     )
 
 
@@ -91,15 +97,8 @@ def uses_gpus(given: Job) -> bool:
 def expect_network(given: Job) -> None:
     """Raise ValueError for variables that name a host or an interface which is not there, or as the
     host of rank 0 another machine than rank 0's: torch would look for it for minutes."""
-    if given.ranks == 1:
-        return
-    try:
-        socket.getaddrinfo(given.host, None)
-    except OSError as error:
-        raise ValueError(
-            f"MASTER_ADDR must be the host of rank 0, got {given.host}, which has no address here: "
-            f"{error}"
-        ) from None
+    if given.ranks > 1:
+        expect_address(given.host)
     if given.has_store and not (is_of_this_machine(given.host) or is_forwarded(given)):
         raise ValueError(
             f"MASTER_ADDR must be the host of rank 0, got {given.host}, which is no address of "
@@ -107,6 +106,17 @@ def expect_network(given: Job) -> None:
         )
     name = "NCCL_SOCKET_IFNAME" if uses_gpus(given) else "GLOO_SOCKET_IFNAME"
     expect_interfaces(name, os.environ.get(name, ""))
+
+
+def expect_address(host: str) -> None:
+    """Raise ValueError unless a host has an address here."""
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        raise ValueError(
+            f"MASTER_ADDR must be the host of rank 0, got {host or 'nothing'}, which has no address "
+            f"here: {error}"
+        ) from None
 
 
 def is_of_this_machine(host: str) -> bool:

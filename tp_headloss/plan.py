@@ -28,6 +28,9 @@ CARDS = {
     "H100": (3.35, 989.0, 67.0),
     "H200": (4.8, 989.0, 67.0),
 }
+# Sizes beyond those of any step of a rank, for which the search of blocks would take long
+MOST = 1 << 22  # of each size
+MOST_LOGITS = 1 << 37  # 256 GiB in half precision
 HIDDEN = 4096  # size of the hidden states where none is given
 FROM_HIDDEN = "hidden", "tflops"  # options that mean nothing where logits are given
 PER_TOKEN = 128  # bytes of statistics, packets and labels, about
@@ -286,7 +289,7 @@ def report(head: Head, from_hidden: bool, bandwidth: float | None, tflops: float
         "",
         f"{'way':24}{'MiB':>8}{'floor ms':>10}  what to write",
         *(
-            f"{w.name:24}{w.memory / 2**20:8.0f}{time:10.2f}  {w.call}"
+            f"{w.name:24} {w.memory / 2**20:7.0f} {time:9.2f}  {w.call}"
             for w, time in zip(found, times)
         ),
         "",
@@ -321,6 +324,8 @@ class Parser(argparse.ArgumentParser):
         return found, rest
 
     def error(self, message):
+        if "argument command" in message and self.unknown:
+            message += f"; options of a command stand behind it, as in plan {self.unknown[0]} .."
         said = f"; unknown: {', '.join(self.unknown)}{self._meant_by(self.unknown)}"
         super().error(message + said * bool("required" in message and self.unknown))
 
@@ -380,6 +385,12 @@ def run(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK") != "0":
         return
     head = Head(given.tokens, given.vocab, given.tp, given.dtype, given.hidden or HIDDEN)
+    logits = head.tokens * head.width
+    if logits > MOST_LOGITS:
+        parser.error(
+            "arguments --tokens and --vocab: expected the logits of one step on a rank, at most "
+            f"{MOST_LOGITS}, got {head.tokens} tokens x {head.width} ids = {logits}"
+        )
     print(report(head, from_hidden, given.bandwidth, given.tflops))
 
 
@@ -402,7 +413,7 @@ def number_below(most: int, text: str, unit: str) -> float:
 
 
 def positive(text: str) -> int:
-    """A positive whole number, for argparse."""
-    if text.isdecimal() and int(text) >= 1:
+    """A positive whole number that a size of one step on a rank can be, for argparse."""
+    if text.isdecimal() and 1 <= int(text) <= MOST:
         return int(text)
-    raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    raise argparse.ArgumentTypeError(f"expected a whole number from 1 to {MOST}, got {text!r}")

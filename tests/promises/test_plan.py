@@ -331,6 +331,15 @@ def test_the_command_prints_the_table_and_what_it_assumes(run_here):
         assert f"{way.memory / MIB:8.0f}" in assumed and way.call in assumed
 
 
+def test_columns_of_the_table_never_run_together():
+    head = plan.Head(plan.MOST, plan.MOST, 1, "fp32", plan.MOST)
+    table = plan.report(head, False, 1e-9, None).split("what to write\n")[1].split("\n\n")[0]
+    for line, way in zip(table.splitlines(), plan.ways(head, False), strict=True):
+        memory, time = line.removeprefix(way.name).removesuffix(way.call).split()
+        assert float(memory) * MIB == pytest.approx(way.memory)
+        assert float(time) == pytest.approx(plan.floor_ms(way, head, 1e-9, 1.0))
+
+
 SIZES = "--tokens", "8", "--vocab", "8"
 
 
@@ -339,9 +348,14 @@ SIZES = "--tokens", "8", "--vocab", "8"
     (("plan", "--help"), 0, "--bandwidth"),
     (("--version",), 0, f"tp_headloss {tp_headloss.__version__}"),
     (("pan",), 2, "invalid choice: 'pan'"),
+    (("--tokens", "8", "plan", "--vocab", "8"), 2, "; options of a command stand behind it, as in plan --tokens ..\n"),
     (("plan", "--tokens", "8"), 2, "required: --vocab\n"),
-    (("plan", "--tokens", "0", "--vocab", "8"), 2, "expected a whole number of at least 1, got '0'"),
-    (("plan", "--tokens", "8k", "--vocab", "8"), 2, "expected a whole number of at least 1, got '8k'"),
+    (("plan", "--tokens", "0", "--vocab", "8"), 2, "--tokens: expected a whole number from 1 to 4194304, got '0'"),
+    (("plan", "--tokens", "8k", "--vocab", "8"), 2, "expected a whole number from 1 to 4194304, got '8k'"),
+    (("plan", "--tokens", "15000000000000", "--vocab", "8"), 2, "--tokens: expected a whole number from 1 to"),
+    (("plan", "--tokens", "8", "--vocab", "128256000000"), 2, "--vocab: expected a whole number from 1 to"),
+    (("plan", "--tokens", "2097153", "--vocab", "131072", "--tp=2"), 2, "at most 137438953472, got 2097153"),
+    (("plan", "--tokens", "2097152", "--vocab", "131072", "--tp", "2"), 0, "shard = "),
     (("plan", *SIZES, "--bandwidth", "fast"), 2, "expected TB/s, below 100, got 'fast'"),
     (("plan", "--tok", "8", "--vocab", "8"), 2, "required: --tokens; unknown: --tok, did you mean --tokens?\n"),
     (("plan", "--tok=8", "--voc", "8"), 2, "unknown: --tok, --voc, did you mean --tokens and --vocab?\n"),
@@ -357,6 +371,10 @@ def test_the_command_answers_every_option(run_here, arguments, code, says):
     """What a process of its own would answer, see the test above, and with its exit code."""
     found, *said = run_here(*arguments)
     assert found == code and says in "".join(said), said
+
+
+def test_a_misspelt_command_is_not_told_of_options(run_here):
+    assert "stand behind" not in run_here("pan")[2]
 
 
 def test_ranks_of_torchrun_print_one_table(run_here, monkeypatch):

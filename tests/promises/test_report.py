@@ -172,6 +172,15 @@ def test_a_job_is_what_torchrun_says(monkeypatch):
     [
         ({"WORLD_SIZE": "1", "RANK": "1"}, "RANK must be 0 of one rank, got 1: write torchrun"),
         ({"WORLD_SIZE": "1", "LOCAL_RANK": "abc"}, "LOCAL_RANK must be 0 of one rank, got abc"),
+        (
+            {"WORLD_SIZE": "1", "MASTER_PORT": "abc"},
+            "MASTER_PORT must be a whole number from 1 to 65",
+        ),
+        ({"WORLD_SIZE": "1", "MASTER_PORT": "99999"}, "MASTER_PORT must be .*, got 99999"),
+        (
+            {"WORLD_SIZE": "1", "MASTER_ADDR": "no.such.host.invalid"},
+            "MASTER_ADDR must be .*, got no.such",
+        ),
         ({"RANK": "0"}, "WORLD_SIZE must be a whole number from 1 to .*, got nothing"),
         (
             {"LOCAL_RANK": "0"},
@@ -303,6 +312,8 @@ def test_the_interfaces_are_those_of_the_backend(gpus, monkeypatch):
     monkeypatch.setenv(used, "nope0")
     with pytest.raises(ValueError, match=used):
         __main__.expect_network(__main__.job())
+    with pytest.raises(ValueError, match=used):  # of one process, too
+        __main__.expect_network(__main__.Job())
 
 
 def test_a_rank_that_does_not_answer_is_named():
@@ -310,6 +321,12 @@ def test_a_rank_that_does_not_answer_is_named():
     assert (
         "FAILED: expected an answer of all 2 ranks within 120 seconds, and rank 1 does not" in said
     )
+
+
+def test_a_rank_that_ends_during_the_check_is_named():
+    said = run_script("tests/helpers/ended_rank.py", ranks=2, code=1)
+    says = "FAILED: expected an answer of all 2 ranks, and rank 1 does not answer rank 0, because"
+    assert says in said and "Traceback" not in said
 
 
 @pytest.mark.parametrize("arguments", [[], ["plan", "--tokens", "8", "--vocab", "8"]])
@@ -335,13 +352,27 @@ def test_a_closed_output_changes_no_result(arguments, closed):
     assert (done.stdout == "") == (closed != "2>&-")
 
 
-@pytest.mark.parametrize("tasks, slurm", [("16", True), ("1", False), ("", False)])
-def test_separate_checks_under_slurm_are_warned_of(tasks, slurm, monkeypatch, capsys):
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", tasks)
+LAUNCHED = [
+    ("SLURM_STEP_NUM_TASKS", "Slurm", "srun"),
+    ("OMPI_COMM_WORLD_SIZE", "Open MPI", "mpirun"),
+    ("PMI_SIZE", "MPI", "mpirun"),
+]
+
+
+@pytest.mark.parametrize("name, launcher, command", LAUNCHED)
+@pytest.mark.parametrize("tasks, warns", [("16", True), ("1", False), ("", False)])
+def test_separate_checks_are_warned_of(tasks, warns, name, launcher, command, monkeypatch, capsys):
+    for other, *_ in LAUNCHED:
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(name, tasks)
     __main__.warn_of_separate_checks(__main__.Job())
-    says = "warning: Slurm started 16 processes, and each checks itself alone, because WORLD_SIZE"
-    assert capsys.readouterr().err.startswith(says) == slurm
+    said = capsys.readouterr().err
+    assert said.startswith(f"warning: {launcher} started 16 processes, and each checks") == warns
+    assert (f"have {command} start one torchrun" in said) == warns
     __main__.warn_of_separate_checks(__main__.Job(2, 0, 0, 2, "localhost", 29500))
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("WORLD_SIZE", "1")  # which the warning would call missing
+    __main__.warn_of_separate_checks(__main__.Job())
     assert capsys.readouterr().err == ""
 
 
