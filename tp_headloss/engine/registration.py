@@ -7,6 +7,7 @@ one owner.
 
 import inspect
 import keyword
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import torch
