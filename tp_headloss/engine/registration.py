@@ -7,7 +7,6 @@ one owner.
 
 import inspect
 import keyword
-from collections.abc import Sequence
 from typing import Annotated, Any
 
 import torch
@@ -186,14 +185,13 @@ def _check_methods(family: Family) -> None:
         said = ", no ".join(" or ".join(sorted(names)) for names in missing)
         raise ValueError(
             f"family {type(family).__name__} must have methods of its own, got no {said}"
-            f"{_hint_of_missing(family, missing)}"
+            f"{_hint_of_missing(family, {name for names in missing for name in names})}"
         )
 
 
-def _hint_of_missing(family: Family, missing: Sequence[set[str]]) -> str:
+def _hint_of_missing(family: Family, names: set[str]) -> str:
     """Return what to write where methods are missing: the name of one that is misspelt, or that
     statistics have no gradient; "" if nobody knows."""
-    names = set().union(*missing)
     for other in sorted({*dir(family)} - {*dir(Family)}):
         if said := hint(other, names):
             return f", but {other!r}{said}"
