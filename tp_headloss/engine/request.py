@@ -116,15 +116,6 @@ class TeacherOperands(NamedTuple):
     teacher_rounded: bool = True  # False: unrounded logits are asked for
 
     @property
-    def tensors(self) -> tuple[torch.Tensor | MaybeNone, ...]:
-        """Hidden states, weight and bias."""
-        return self.teacher_hidden, self.teacher_weight, self.teacher_bias
-
-    def with_tensors(self, hidden, weight, bias) -> TeacherOperands:
-        """The same with other tensors."""
-        return self._replace(teacher_hidden=hidden, teacher_weight=weight, teacher_bias=bias)
-
-    @property
     def block_dtype(self) -> torch.dtype:
         """dtype of a block of logits: unrounded where that is asked for, or something is still to be
         done to them."""

@@ -110,7 +110,10 @@ register(
 def _with_tensors(request: Request, tensors) -> Request:
     """A request with its tensors besides the logits, and then those of a teacher's head."""
     count = len(Tensors._fields) - 1
-    head = request.teacher_head.with_tensors(*tensors[count:])
+    hidden, weight, bias = tensors[count:]
+    head = request.teacher_head._replace(
+        teacher_hidden=hidden, teacher_weight=weight, teacher_bias=bias
+    )
     return request._replace(tensors=Tensors._make((None, *tensors[:count])), teacher_head=head)
 
 

@@ -117,13 +117,15 @@ class LinearRequest(NamedTuple):
         ):
             grad_anchor = self.hidden.new_empty(0).requires_grad_()
         teacher = self.request.teacher_head
-        without_tensors = teacher.with_tensors(None, None, None)
+        without_tensors = teacher._replace(
+            teacher_hidden=None, teacher_weight=None, teacher_bias=None
+        )
         shard = None if torch.compiler.is_compiling() else self.request.shard
         return LinearStatistics.apply(
             self.hidden,
             self.weight,
             *self.request.tensors[1:],
-            *teacher.tensors,
+            *(teacher.teacher_hidden, teacher.teacher_weight, teacher.teacher_bias),
             main_grad,
             grad_anchor,
             self.request._replace(
