@@ -172,10 +172,10 @@ class TeacherHead(_Tempered):
     states nor the weight nor the bias get a gradient, whether they require one or not.
 
     Logits have the operands' dtype, as torch.nn.functional.linear has it; with a bias, a softcap or
-    ``Linear(exact_logits=True)`` they are fp32, not rounded in between. A teacher that shares the student's head is
-    ``TeacherHead(hidden, weight)`` with the student's own weight; see `multi_token_targets`. The
-    teacher of a draft model over a subset of the vocabulary (EAGLE-3) has the rows of its ids, see
-    `select_rows`, and is normalised over these ids.
+    ``Linear(exact_logits=True)`` they are fp32, not rounded in between. A teacher that shares the
+    student's head is ``TeacherHead(hidden, weight)`` with the student's own weight; see
+    `multi_token_targets`. The teacher of a draft model over a subset of the vocabulary (EAGLE-3)
+    has the rows of its ids, see `select_rows`, and is normalised over these ids.
 
     Args:
         hidden: of the student's tokens, with a hidden size of its own, laid out over ranks like the

@@ -328,8 +328,10 @@ def _parts(value) -> Iterable[tuple[Any, Any]]:
 
 
 def _trained(held: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Return which of the tensors, and of modules' parameters, require a gradient, by which a linear
-    head's way is chosen. Their values may differ between ranks."""
+    """Return which of the tensors, and of modules' parameters, require a gradient.
+
+    A linear head's way is chosen by that. Their values may differ between ranks.
+    """
     found: list[tuple[str, Any]] = []
     for name, x in held.items():
         if isinstance(x, torch.Tensor):

@@ -1,4 +1,7 @@
-"""What must be equal on the ranks that make a call together: `Agreement` exchanges it."""
+"""Comparison of the facts that ranks which make a call together must have in common.
+
+`Agreement` exchanges them.
+"""
 
 from .own_ids import expect_own_ids
 
@@ -53,8 +56,8 @@ def _compare_with_first(first: dict, other: dict, rank: int, advice: str = ""):
             entry = ".".join(name.split(".")[:2])
             of = f" of {first[f'{entry}.name'][0]}" if f"{entry}.name" in first else ""
             raise ValueError(
-                f"ranks must agree on {name}{of}: rank 0 of the group has {expected}, got {said} on "
-                f"rank {rank}{advice}"
+                f"ranks must agree on {name}{of}: rank 0 of the group has {expected}, got {said} "
+                f"on rank {rank}{advice}"
             )
 
 

@@ -1,9 +1,9 @@
-"""`Options(validate="full")`: what terms and metrics make of equal statistics is equal on all ranks.
+"""Comparison of what terms and metrics make of equal statistics, by `Options(validate="full")`.
 
-Statistics are equal in their bits. A function that reads something of its rank besides (a number that
-it closes over, the rank's own columns of logits, dropout by the rank's seed) gives each rank another
-loss, and gradients that belong to none. Ranks compare the sums over tokens, after the call's last
-exchange.
+Statistics are equal in their bits on all ranks. A function that reads something of its rank besides
+gives each rank another loss, and gradients that belong to none: a number that it closes over, the
+rank's own columns of logits, dropout by the rank's seed. Ranks compare the sums over tokens, after
+the call's last exchange.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ import torch
 
 from .agreement import outcome
 
-# Of a sum, and of a value for each token: ranks with other numbers of threads add up in another order.
+# Of a sum, and of a value for each token: ranks with other numbers of threads add up in another
+# order.
 TOLERANCE, TOLERANCE_OF_TOKEN = 1e-5, 1e-7
 
 
 class EqualResults:
     """A block without collectives that makes results of statistics.
 
-    At its end the group's ranks exchange the results that `record` was given, and errors: all go on,
-    or raise the same exception. One rank exchanges nothing.
+    At its end the group's ranks exchange the results that `record` was given, and errors: all go
+    on, or raise the same exception. One rank exchanges nothing.
 
         with EqualResults(shard) as results:
             ...
@@ -36,7 +37,7 @@ class EqualResults:
         self.tokens = 0
 
     def record(self, tokens: int, sums: dict[str, torch.Tensor]):
-        """Record sums over a number of tokens by what an error calls them. It waits for the device."""
+        """Record sums over a number of tokens by what an error calls them; waits for the device."""
         if self.group is not None:
             self.tokens = tokens
             self.sums = {called: float(x.detach()) for called, x in sums.items()}

@@ -1,5 +1,5 @@
-"""What small numbers do not show of a new family: a try at larger ones, and warnings of what no try
-has seen."""
+"""A try of a new family at larger numbers than those of `trial`, and warnings of what no try has
+seen."""
 
 from __future__ import annotations
 

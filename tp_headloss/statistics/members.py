@@ -1,5 +1,5 @@
-"""What a family is made of: attributes of its own and of its classes, its functions, and the
-variables that these read.
+"""Members of a family: attributes of its own and of its classes, its functions, and the variables
+that these read.
 
 A registration looks for tables there, and full validation compares them between ranks.
 """
