@@ -58,7 +58,7 @@ TO_FP8 = ("fp8_products_triton.turn_to_fp8_kernel",)
 # Bytes of the stack, where spilled registers go. A version of Triton may spill a few where a kernel
 # has every optional part; all statistics of a whole teacher at once have more per-token
 # coefficients than registers.
-SPILL_LIMIT, CROWDED_SPILL_LIMIT = 16, 128
+SPILL_LIMIT, CROWDED_SPILL_LIMIT = 24, 128
 # Registers of a thread with which a multiprocessor of capability 9.0 has all programs that it can
 # have; with one more the gradient of a plain cross-entropy takes 4 % longer.
 PLAIN, PLAIN_LIMITS = (), {"kernels.gradient_kernel": 32, "kernels.statistics_kernel": 64}

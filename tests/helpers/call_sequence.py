@@ -168,7 +168,9 @@ class Caller:
         given["transform"] = self._transform(call, draw)
         columns = slice(None) if self.shard is None else slice(self.shard.start, self.shard.stop)
         inplace = call.inplace and call.linear is None
-        head = self.head(call.loss, call.backend, inplace, "auto" if call.linear else call.gradient)
+        # when a gradient is written can be asked of the kernels for logits alone
+        asked = call.gradient if call.backend == "triton" and call.linear is None else "auto"
+        head = self.head(call.loss, call.backend, inplace, asked)
         if call.linear is None:
             leaves = [
                 (3 * draw(call.tokens, WIDTH))[:, columns]
