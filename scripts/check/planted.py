@@ -1295,7 +1295,7 @@ GROUPS = {
         ("head_loss/definition.py", "_line_by_name", "name.endswith('log_prob')", "False"),
         ("head_loss/definition.py", "_line_by_name", "GENERATOR_LOG_PROBS", "LOG_PROBS"),
         ("spec/__init__.py", "", "_log_probs(OF_ENGINE)", "_log_probs(OF_LOGITS)"),
-        ("spec/tensor_line.py", "TensorLine._object_hint", "is_list and self.of_list", "False"),
+        ("spec/tensor_line.py", "TensorLine._object_hint", "type(x) in (list, tuple)", "False"),
         ("spec/tensor_line.py", "TensorLine._shape_hint", "is_fewer and self.per_token", "False"),
         ("head_loss/values.py", "_warn_of_zeros", "(value == 0) & is_valid", "value == 0"),
         ("head_loss/values.py", "_refuse_impossible", "(value == -torch.inf) & is_valid", "value == -torch.inf"),

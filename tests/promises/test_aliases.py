@@ -360,6 +360,10 @@ MESSAGES = {
         lambda: HeadLoss()(LOGITS, LABELS.tolist()),
         "labels must be a tensor, got list: write torch.tensor(..), of tensors torch.stack(..)",
     ),
+    "a list as mask": (
+        lambda: tp_headloss.Sequences.from_mask([[1, 1, 0]]),
+        "mask must be a tensor, got list: write torch.tensor(..), of tensors torch.stack(..)",
+    ),
     "a generator as seed": (
         lambda: sample(LOGITS, seed=torch.Generator(), positions=LABELS),
         "seed must be an int, got Generator: pass its .initial_seed()",

@@ -34,12 +34,11 @@ from .tensor_line import Sizes as Sizes
 from .tensor_line import TensorLine as TensorLine
 from .tensor_line import sizes_of as sizes_of
 
-OF_INTEGERS = ": write torch.tensor(..), of tensors torch.stack(..)"
 OF_NUMBERS = ": write torch.tensor(.., dtype=torch.float32), of tensors torch.stack(..)"
 OF_TOKENS = f"{OF_NUMBERS}, in the shape of the tokens"
 FLAG = OneOf((True, False))
-MASK = TensorLine("bool", of_list=OF_INTEGERS)
-LABELS = TensorLine("int64 or int32", of_list=OF_INTEGERS)
+MASK = TensorLine("bool")
+LABELS = TensorLine("int64 or int32")
 IDS = TensorLine("int64 or int32", None)
 SCALAR = TensorLine("real numbers", (), hint=": one number, of a mask its .sum()")
 TOKEN_WEIGHT = TensorLine("real numbers or bool", of_list=OF_NUMBERS)

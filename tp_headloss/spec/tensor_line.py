@@ -42,6 +42,7 @@ OF_TEACHER_HEAD = ": hidden states of the teacher? Pass TeacherHead(hidden, weig
 OF_TEACHER_LOGITS = ": hidden states of the teacher? Pass Teacher(F.linear(hidden, its weight))"
 CASTS = {"int64 or int32": ".long()", "real numbers": ".float()"}
 # .bool() would make True of labels of -100, and of the -inf of a mask that is added to scores
+OF_LIST = ": write torch.tensor(..), of tensors torch.stack(..)"
 OF_A_MASK = ": of a mask of 0 and 1 pass mask != 0"
 OF_LABELS = ", of labels labels != -100"
 OF_LABEL_MASK = ": ids, not a mask (torch.where(mask, labels, -100), or mask.nonzero()[:, 0])"
@@ -61,7 +62,7 @@ class TensorLine:
         detached: it is a constant to the function, whose call detaches it.
         hint: of the error for anything but a tensor, for numbers in the place of a mask or ids, and
             for several in the place of one.
-        of_list: of the error for a tuple or list.
+        of_list: of the error for a tuple or list, in the place of `hint`.
         of_mask: of the error for a mask in the place of ids.
         trained: of the error for a constant that requires a gradient.
         per_token: of the error for a value per sequence, one for all, or others [n], which must not
@@ -131,8 +132,9 @@ class TensorLine:
             return OF_FUSED_HEAD
         if self.shape in (("width",), ("V",)) and isinstance(x, (dict, list, tuple)):
             return f": write a tensor [{self.shape[0]}] of them, one number for each id"
-        is_list = type(x) in (list, tuple)
-        return self.of_list if is_list and self.of_list else self.hint
+        if type(x) in (list, tuple):
+            return self.of_list or self.hint or OF_LIST
+        return self.hint
 
     def _dtype_hint(self, x) -> str:
         """Return what to pass in the place of a tensor of another dtype."""
