@@ -159,22 +159,17 @@ def test_a_metric_with_the_name_of_a_term_has_its_mean():
         assert ("weighted/cross_entropy" in found) == (weight != 1)
 
 
-def test_a_count_of_no_metric_is_a_metric():
-    x, labels = batches()
-    found = hl.HeadLoss(metrics=hl.Metric(lambda stats: {"count/words": 2 * stats.valid}))(
-        x, labels
-    ).means()
-    assert found["count/words"] == 2
-
-
 @pytest.mark.parametrize("name, said", [("hard", ": did you mean 'hrad'?"), ("words", "")])
-def test_a_count_of_a_metric_that_nothing_returns_is_an_error_beside_others(name, said):
+def test_a_count_of_a_metric_that_nothing_returns_is_an_error(name, said):
     x, labels = batches()
     count = f"count/{name}"
     words = re.escape(f"'{count}' is the divisor of a metric '{name}', which nothing returns, got ")
     metric = hl.Metric(lambda stats: {"hrad": stats.lse, count: stats.valid})
     with pytest.raises(ValueError, match=words + r"metrics \['hrad'\]" + re.escape(said) + "$"):
         hl.HeadLoss(metrics=metric)(x, labels)
+    alone = hl.Metric(lambda stats: {count: stats.valid})
+    with pytest.raises(ValueError, match=words + r"metrics \[\]$"):
+        hl.HeadLoss(metrics=["entropy", alone])(x, labels)
     # what another one returns, and a named metric
     of_other = hl.Metric(lambda stats: {name: stats.lse})
     hl.HeadLoss(metrics=[metric, of_other])(x, labels)

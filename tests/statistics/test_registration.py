@@ -287,7 +287,7 @@ def test_a_row_or_name_that_is_taken_is_an_error(case):
 @pytest.mark.parametrize("name", [*ATTRIBUTES, "entropy", "jsd", "log_probs_at"])
 def test_a_statistic_cannot_have_the_name_of_an_attribute_of_the_results(name):
     with (
-        pytest.raises(ValueError, match=rf"of which \['{name}'\] are taken"),
+        pytest.raises(ValueError, match=rf"of which \['{name}'\] are names of the package itself"),
         registered(Sums(name, (POWER,))),
     ):
         pass

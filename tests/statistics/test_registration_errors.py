@@ -380,6 +380,77 @@ def test_a_gradient_that_is_wrong_at_larger_logits_is_found(threshold):
     expect_refused(ExcessWithoutLabel(threshold), words)
 
 
+class BestOther(Family):
+    """The largest logit of other ids than the label."""
+
+    statistics = gradients = ("best_other",)
+    packet = merged = ("best_other_max",)
+    adds_up = False
+
+    def wanted(self, call):
+        return call.has_labels and super().wanted(call)
+
+    def local(self, tile, softmax, rows):
+        return {"best_other_max": softmax.peak}
+
+    def merge(self, rows, merging):
+        return {"best_other_max": rows["best_other_max"].amax(0)}
+
+    def join(self, sums, joined):
+        return sums
+
+    def finish(self, sums, joined):
+        largest = sums["best_other_max"]
+        return {"best_other": largest}, {"best_other_max": largest}
+
+    def is_largest(self, tile, merged):
+        is_label = tile.target[:, None] == torch.arange(tile.z.shape[1])
+        return (tile.z == merged["best_other_max"]) & ~is_label
+
+    def direct(self, dz, tile, merged, grads):
+        if "best_other" not in grads:
+            return dz
+        return dz + grads["best_other"] * self.is_largest(tile, merged)
+
+
+class BestOtherOrLabel(BestOther):
+    def is_largest(self, tile, merged):
+        return tile.z == merged["best_other_max"]
+
+
+def test_a_gradient_that_is_wrong_where_the_label_is_not_alone_is_found():
+    """Both are right where no two logits are equal."""
+    with registered(BestOther()):
+        pass
+    words = "by finite differences where the label's logit equals the largest other one"
+    expect_refused(BestOtherOrLabel(), words)
+
+
+class Total(Family):
+    """The sum of z."""
+
+    statistics = gradients = packet = ("own_total",)
+
+    def local(self, tile, softmax, rows):
+        return {"own_total": row_sum(tile.z.masked_fill(tile.z == -torch.inf, 0.0))}
+
+    def finish(self, sums, joined):
+        return {"own_total": sums["own_total"]}, {}
+
+    def direct(self, dz, tile, merged, grads):
+        return dz + grads.get("own_total", 0.0)
+
+
+@pytest.mark.parametrize("wrong", ["number", "nan"])
+def test_a_gradient_where_no_id_is_names_what_to_write(wrong):
+    methods = {}
+    if wrong == "nan":
+        methods["direct"] = lambda self, dz, tile, merged, grads: dz + tile.z * 0
+    found = "the gradient of lse + own_total = " + ("nan" if wrong == "nan" else "0.625")
+    words = f"must leave the gradient 0 where a logit is -inf, got {found} there: what direct and"
+    expect_refused(type("Own", (Total,), methods)(), words)
+
+
 def test_a_statistic_that_is_constant_in_all_tries_is_a_warning():
     words = r"statistics \['excess'\] of family Excess were constant .* \(\|z\| up to 268\)"
     with pytest.warns(UserWarning, match=words), registered(Excess(300)):

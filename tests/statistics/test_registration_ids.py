@@ -294,3 +294,58 @@ def test_ids_that_nothing_says_where_they_change_are_a_warning():
         registered(Odd()),
     ):
         pass
+
+
+def repeated(self, tile):
+    return self.of_ids(torch.arange(tile.first_id, tile.first_id + tile.z.shape[1])).to(tile.z)
+
+
+BEYOND = {
+    "remainder": lambda self, ids: self.table[ids % len(self.table)],
+    "clamp": lambda self, ids: self.table[ids.clamp(max=len(self.table) - 1)],
+}
+TABLES = {
+    "floats": torch.linspace(-1, 2, 40),
+    "a mask": torch.arange(40) % 3 == 0,
+    "a column": torch.linspace(-1, 2, 40)[:, None].expand(40, 2)[:, 0],
+}
+
+
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("how", BEYOND)
+def test_ids_beyond_a_table_that_get_its_numbers_are_a_warning(how, table):
+    table = TABLES[table].clone()
+    kept = table.clone()
+    methods = {"of_columns": repeated, "of_ids": BEYOND[how]}
+    words = re.escape("Own takes ids that its table [40] does not have for other ids")
+    with (
+        pytest.warns(UserWarning, match=words),
+        registered(type("Own", (Share,), methods)(table)),
+    ):
+        pass
+    assert torch.equal(table, kept)
+
+
+@pytest.mark.parametrize("kind", ["not of ids", "of numpy"])
+def test_numbers_that_are_no_table_of_ones_own_are_no_warning(kind):
+    """Numbers that are for no single id, and memory that is not to be written to."""
+
+    class Own(Share):
+        def of_ids(self, ids):
+            if kind == "not of ids":
+                return torch.sin(ids.double()) * self.table.sum()
+            return self.table[ids % len(self.table)]
+
+        of_columns = repeated
+
+    table = torch.linspace(-1, 2, 40, dtype=torch.float64)
+    if kind == "of numpy":
+        read_only = table.numpy().copy()
+        read_only.flags.writeable = False
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            table = torch.as_tensor(read_only)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with registered(Own(table)):
+            pass

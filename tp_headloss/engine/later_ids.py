@@ -39,9 +39,15 @@ def ids_that_differ(family: Family, width: int) -> list[int]:
     return sorted(found - {0})[:MOST_IDS]
 
 
-def lengths(family: Family, width: int) -> list[tuple[str, int]]:
-    """Return the names of tables with the number of ids that they have, above `width`."""
-    return [(name, length) for name, x in _tensors(family) for length in x.shape if length > width]
+def tables(family: Family, width: int) -> list[tuple[str, torch.Tensor, int]]:
+    """Return what may have a number for each id, with names: tensors, and dimensions of them that are
+    longer than `width`."""
+    return [
+        (name, x, dim)
+        for name, x in _tensors(family)
+        for dim, length in enumerate(x.shape)
+        if length > width
+    ]
 
 
 def _first_change(x: torch.Tensor, dim: int) -> int:
@@ -57,7 +63,7 @@ def reads_ids_without_a_table(family: Family, width: int) -> bool:
     change."""
     names = [names_in(function.__code__) for function in functions_of(family)]
     reads_ids = any("first_id" in found for found in names)
-    return reads_ids and not ids_that_differ(family, width) and not lengths(family, width)
+    return reads_ids and not ids_that_differ(family, width) and not tables(family, width)
 
 
 def tensors_in(name: str, value: Any, depth: int = DEPTH) -> list[tuple[str, torch.Tensor]]:

@@ -25,7 +25,7 @@ from ..statistics import (
 from . import eager
 from .later_ids import tensors_in
 from .trial import GRADIENT, LABELS, Trial, has_own, try_family, try_later_ids
-from .untried import try_larger, warn_of_untried
+from .untried import try_larger, try_ties, warn_of_untried
 from .watched import watched
 
 # Methods that return names, and how an error calls these names
@@ -46,9 +46,10 @@ def register_statistic(family: Annotated[Family, Instance(Family)]) -> None:
     order. The methods in plain torch are tried once on few numbers, small and large, where they
     must agree: a vocabulary in one part and in two, with a label and without, and the gradient with
     finite differences; those of a family with a table also at ids where the table has other numbers
-    than at the first ones. A statistic that is constant on all of these numbers is a warning. On
-    GPUs a call that wants the statistics needs `device`, the same methods as Triton functions, or
-    ``Options(backend="torch")``.
+    than at the first ones. A statistic that is constant on all of these numbers is a warning, and
+    so are ids beyond a table that get its numbers, as by `%`. One that `family.gradients` does not
+    name is a constant for every loss. On GPUs a call that wants the statistics needs `device`, the
+    same methods as Triton functions, or ``Options(backend="torch")``.
 
     Args:
         family: what is summed over the vocabulary, how sums merge and what is differentiated, in
@@ -84,8 +85,9 @@ def register_statistic(family: Annotated[Family, Instance(Family)]) -> None:
         _check_results(trial)
         try_family(trial)
         try_larger(trial)
+        try_ties(trial)
         try_later_ids(trial)
-    warn_of_untried(family, trial.moving)
+        warn_of_untried(trial)
     statistics.add_family(family)
 
 
@@ -117,9 +119,17 @@ def _check_statistics(family: Family) -> None:
             "may hold, such as ('energy',)"
         )
     own = _reported(family)
-    others = {name for known in statistics.FAMILIES for name in _reported(known)}
-    taken = sorted(own & {*others, *known_statistics(), *OF_CARRIERS, *dir(VocabStatistics)})
-    if taken:
+    added = [known for known in statistics.FAMILIES if known not in statistics.BUILT_IN]
+    of_added = {name for known in added for name in _reported(known)}
+    of_package = {name for known in statistics.BUILT_IN for name in _reported(known)}
+    of_package |= {*known_statistics(), *OF_CARRIERS, *dir(VocabStatistics)} - of_added
+    if taken := sorted(own & of_package):
+        raise ValueError(
+            f"family must have statistics with names of their own, got {list(family.statistics)}, "
+            f"of which {taken} are names of the package itself: choose others, such as "
+            f"'own_{taken[0]}'"
+        )
+    if taken := sorted(own & of_added):
         raise ValueError(
             f"family must have statistics with names of their own, got {list(family.statistics)}, "
             f"of which {taken} are taken: in one process, register a family once, and start "

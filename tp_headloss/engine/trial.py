@@ -20,7 +20,8 @@ import torch
 
 from ..statistics import Family, Layout
 from . import eager, passes
-from .later_ids import ids_that_differ, lengths
+from .finite_differences import LARGER_TOLERANCE, LEAST, finite_differences
+from .later_ids import ids_that_differ, tables
 from .request import Facts, Request, Tensors
 
 # Four tokens and six ids. The maximum is in either half of the ids, and the label is the maximum of
@@ -41,17 +42,13 @@ TEMPERATURE = 0.8
 LOWER = 5.0  # what makes all of the logits negative
 ABSENT = 1  # columns of -inf after the six
 Labels: TypeAlias = tuple[int, ...] | None
-STEP = 4e-3  # of finite differences, and twice as much
 # Both are relative to the largest number. A family may sum up in fp32, and finite differences have
 # errors.
 VALUE_TOLERANCE = 1e-5
 SLOPE_TOLERANCE = 1e-4
-LEAST = 1e-3  # of what numbers are relative to
 # Factors of the logits with which a family is tried again, because it may be flat among small ones.
-# Rounding grows with numbers, so that the step is wider and the tolerance larger.
+# Rounding grows with numbers, so that the tolerance is larger.
 LARGER = 10.0, 100.0
-LARGER_STEP = 4e-2
-LARGER_TOLERANCE = 1e-2
 
 GRADIENT = ("coefficient", "direct", "scaled")
 SUMS = ("local", "merge", "join")
@@ -87,7 +84,8 @@ def try_later_ids(trial: Trial) -> None:
             try_family(at_id)
             trial.moving |= at_id.moving
     labels = None if trial.has_values_without_labels() else LABELS
-    for name, length in lengths(family, WIDTH):
+    for name, table, dim in tables(family, WIDTH):
+        length = table.shape[dim]
         # one column of six has an id that the table has, too
         Trial(family, families, length - 1).expect_error(name, length, labels)
 
@@ -100,6 +98,7 @@ class Trial:
         start: the vocabulary id of the first column.
         columns: those of the six logits. The columns between them are -inf.
         factor: of `LOGITS`.
+        has_ties: the label's logit is that of the largest other column.
 
     Attributes:
         moving: names of the statistics that were seen to change with the logits.
@@ -112,9 +111,15 @@ class Trial:
         start: int = 0,
         columns: tuple[int, ...] = COLUMNS,
         factor: float = 1.0,
+        has_ties: bool = False,
     ):
         self.family, self.families = family, families
         self.logits = factor * torch.tensor(LOGITS, dtype=torch.float64)
+        if has_ties:
+            at_label = torch.tensor(LABELS)[:, None]
+            others = self.logits.scatter(1, at_label, -torch.inf)
+            self.logits.scatter_(1, at_label, others.amax(1, keepdim=True))
+        self.has_ties = has_ties
         self.factor = factor
         self.moving: set[str] = set()
         self.start, self.columns = start, torch.tensor(columns)
@@ -324,7 +329,7 @@ class Trial:
         # as in a backward, which has no logits of labels
         request = request._replace(tensors=request.tensors._replace(label_logits=None))
         of_lse = (request.tensors.logits / TEMPERATURE).softmax(-1) / TEMPERATURE
-        slopes = self.slopes(labels)
+        slopes = finite_differences(self, labels)
         least = LARGER_TOLERANCE if self.is_larger else SLOPE_TOLERANCE
         self.moving |= {name for name, x in slopes.items() if bool((x.abs() > least).any())}
         upstream = torch.linspace(0.5, 2.0, len(LOGITS), dtype=torch.float64)
@@ -338,17 +343,31 @@ class Trial:
                 grads[name] = grads.get(name, 0.0) + upstream
                 expected[:, self.columns] += upstream[:, None] * slopes[name]
             passes.write_gradient(found, request, merged, grads)
-            # where finite differences of two steps say nothing
-            expected = torch.where(expected.isnan() & self.is_larger, found, expected)
-            words = "by these methods (0 where a logit is -inf)", "by finite differences"
+            # where finite differences say nothing
+            may_be_unknown = self.is_larger or self.has_ties
+            expected = torch.where(expected.isnan() & may_be_unknown, found, expected)
+            words = "by these methods", "by finite differences"
             if name is None:
                 words = (
                     "where a loss has lse alone",
                     "by a softmax (methods return what they get, or add to it)",
                 )
             told = f"the gradient of lse + {name}" if name else "the gradient of lse"
+            self.expect_no_gradient(found, request.tensors.logits == -torch.inf, told)
             named = {told: found}, {told: expected}
             self.compare(*named, *words, (*GRADIENT, "finish", *SUMS), SLOPE_TOLERANCE)
+
+    def expect_no_gradient(self, found, absent, told: str) -> None:
+        """Raise ValueError unless a gradient is 0 in columns that are no ids."""
+        of_absent = found[absent]
+        wrong = of_absent[of_absent != 0]
+        if len(wrong):
+            raise ValueError(
+                f"the methods of family {type(self.family).__name__} must leave the gradient 0 "
+                f"where a logit is -inf, got {told} = {float(wrong[0]):.6g} there: what direct and "
+                "coefficient add must be 0 in such a column, torch.where(tile.z > -torch.inf, .., 0) "
+                "in direct and torch.where(shifted > -torch.inf, .., 0) in coefficient"
+            )
 
     def expect_named_gradients(self, request: Request, merged, of_lse) -> None:
         """Raise ValueError if the methods have the gradient of a statistic that `gradients` does not
@@ -370,30 +389,6 @@ class Trial:
             f"{self.family.gradients!r}, but {name!r} has one: gradients = "
             f"{(*self.family.gradients, name)!r}"
         )
-
-    def slopes(self, labels: Labels) -> dict[str, torch.Tensor]:
-        """Return finite differences [N, WIDTH] of the values with respect to the logits.
-
-        Those of two steps together, (4 near - far) / 3, leave an error of STEP^4. At larger logits,
-        NaN where the two disagree: beside a kink or a jump.
-        """
-        step = LARGER_STEP if self.is_larger else STEP
-        unit = torch.eye(WIDTH, dtype=torch.float64)
-        logits = self.logits[:, None]
-        moved = [logits + length * unit for length in (step, -step, 2 * step, -2 * step)]
-        tokens = torch.arange(len(LOGITS)).repeat_interleave(WIDTH).repeat(len(moved))
-        rows = torch.cat(moved).flatten(0, 1)
-        values = self.values(self.rows_request(rows, tokens, labels))
-        found = {}
-        for name, value in values.items():
-            up, down, far_up, far_down = value.view(len(moved), len(LOGITS), WIDTH).unbind()
-            near = (up - down) / (2 * step)
-            far = (far_up - far_down) / (4 * step)
-            found[name] = (4 * near - far) / 3
-            if self.is_larger:
-                most = LARGER_TOLERANCE * (float(near.abs().max()) + LEAST)
-                found[name] = torch.where((near - far).abs() <= most, found[name], torch.nan)
-        return found
 
     def compare(
         self, found, expected, here, there, methods, tolerance=VALUE_TOLERANCE, advice=""
@@ -419,7 +414,9 @@ class Trial:
             )
 
     def _place(self) -> str:
-        """Words for larger logits and later ids, "" for the first try."""
+        """Words for ties, larger logits and later ids, "" for the first try."""
+        if self.has_ties:
+            return " where the label's logit equals the largest other one"
         if self.is_larger:
             return f" with |z| up to {float(self.logits.abs().max()) / TEMPERATURE:.0f}"
         if self._is_of_first_ids():

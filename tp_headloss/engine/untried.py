@@ -1,5 +1,5 @@
-"""A try of a new family at larger numbers than those of `trial`, and warnings of what no try has
-seen."""
+"""Tries of a new family at larger numbers than those of `trial` and at ties, and warnings of what no
+try has seen."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import warnings
 
 import torch
 
-from ..statistics import Family
-from .later_ids import reads_ids_without_a_table
+from .later_ids import reads_ids_without_a_table, tables
 from .trial import LABELS, LARGER, LOGITS, TEMPERATURE, WIDTH, Trial
 
 
@@ -28,13 +27,22 @@ def try_larger(trial: Trial) -> None:
             trial.moving |= larger.moving
 
 
-def warn_of_untried(family: Family, moving: set[str]) -> None:
-    """Warn of what a try cannot see: statistics that were constant, and ids at which none was made.
+@torch.no_grad()
+def try_ties(trial: Trial) -> None:
+    """Raise ValueError unless a family's methods agree where the label's logit is also another's, as
+    it often is in bf16."""
+    tied = Trial(trial.family, trial.families, has_ties=True)
+    if not tied.is_an_error():
+        tied.check_sums()
+        tied.check_gradient(LABELS)
 
-    moving: names of the statistics that changed with the logits.
-    """
+
+def warn_of_untried(trial: Trial) -> None:
+    """Warn of what a try cannot see: statistics that were constant, ids at which none was made, and
+    ids beyond a table that get its numbers."""
+    family = trial.family
     owner = type(family).__name__
-    if constant := [name for name in family.gradients if name not in moving]:
+    if constant := [name for name in family.gradients if name not in trial.moving]:
         largest = max(LARGER) * max(abs(x) for token in LOGITS for x in token) / TEMPERATURE
         warnings.warn(
             f"the statistics {constant} of family {owner} were constant on all numbers that were "
@@ -42,6 +50,15 @@ def warn_of_untried(family: Family, moving: set[str]) -> None:
             "with finite differences of your own",
             stacklevel=4,
         )
+    for name, x, dim in tables(family, WIDTH):
+        if _may_be_changed(x) and _is_read_past_its_end(trial, x, dim):
+            length = x.shape[dim]
+            warnings.warn(
+                f"family {owner} takes ids that its {name} [{length}] does not have for other ids, "
+                f"as by % or clamp: unless this is meant, write `if tile.first_id + "
+                f"tile.z.shape[1] > {length}: raise ValueError(..)` with the length of {name}",
+                stacklevel=4,
+            )
     if reads_ids_without_a_table(family, WIDTH):
         warnings.warn(
             f"family {owner} reads tile.first_id, but has no table or ids that a try could find, in "
@@ -49,3 +66,39 @@ def warn_of_untried(family: Family, moving: set[str]) -> None:
             "alone, where a label or a tile's first id that is forgotten may not show",
             stacklevel=4,
         )
+
+
+def _may_be_changed(x: torch.Tensor) -> bool:
+    """True for numbers of one's own, which can be changed and restored: no ids, and no memory of
+    numpy or of a file."""
+    is_number = x.is_floating_point() or x.dtype == torch.bool
+    is_own = x.untyped_storage().resizable() and 0 not in x.stride()
+    return is_number and is_own and not x.is_inference()
+
+
+def _is_read_past_its_end(trial: Trial, table: torch.Tensor, dim: int) -> bool:
+    """True if a tensor has a number for each id, and values at ids beyond its last depend on it.
+
+    It has one for each id if values at the first ids depend on its first numbers alone.
+    """
+    at_first_ids = Trial(trial.family, trial.families)
+    at_later_ids = Trial(trial.family, trial.families, table.shape[dim])
+    if at_later_ids.is_an_error():
+        return False
+    own_numbers = table.clone()
+    later_numbers = table.narrow(dim, WIDTH, table.shape[dim] - WIDTH)
+    try:
+        has_one_for_each_id = not _changes(at_first_ids, later_numbers)
+        return has_one_for_each_id and _changes(at_later_ids, table)
+    finally:
+        table.copy_(own_numbers)
+
+
+def _changes(trial: Trial, numbers: torch.Tensor) -> bool:
+    """Replace numbers by others, and return whether the values of a family change."""
+    before = trial.values(trial.request(LABELS))
+    numbers.copy_(~numbers if numbers.dtype == torch.bool else numbers + 1)
+    if trial.is_an_error():
+        return True
+    after = trial.values(trial.request(LABELS))
+    return any(not torch.equal(after[name], value) for name, value in before.items())

@@ -210,8 +210,7 @@ def _metric_values(metrics, stats, inputs) -> dict[str, torch.Tensor]:
 
 
 def _expect_metrics_of_counts(returned: dict[str, torch.Tensor], known: set[str]):
-    """Raise ValueError for a "count/x" that a function returns beside other metrics, where nothing
-    returns "x". Counts alone are metrics.
+    """Raise ValueError for a "count/x" that a function returns where nothing returns "x".
 
     known: names of all metrics.
     """
@@ -219,7 +218,7 @@ def _expect_metrics_of_counts(returned: dict[str, torch.Tensor], known: set[str]
     others = [name for name in returned if name not in counts]
     for count in counts:
         name = count.removeprefix("count/")
-        if others and name not in known:
+        if name not in known:
             meant = hint(name, others)
             raise ValueError(
                 f"{count!r} is the divisor of a metric {name!r}, which nothing returns, got metrics "

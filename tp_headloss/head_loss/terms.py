@@ -58,8 +58,8 @@ class Term:
             ``Options(validate="full")`` compares functions by name.
         weight: a tensor, floating point, is read in each call, so change it in place after the
             backward, ``weight.fill_(0.1)``; between forward and backward, torch's backward raises
-            "modified by an inplace operation". It gets no gradient: a factor that is trained
-            belongs into the function.
+            "modified by an inplace operation". A copy by copy.deepcopy has a weight of its own. It
+            gets no gradient: a factor that is trained belongs into the function.
         token_weight: ``token_weight(stats, **inputs) -> [..]``, whose sum is the divisor of this
             term's mean, and nothing else: multiply the values in `function` yourself.
         class_weight: replicated, column weights of the statistic "total", read in each call.
