@@ -426,6 +426,21 @@ def test_a_gradient_that_is_wrong_where_the_label_is_not_alone_is_found():
     expect_refused(BestOtherOrLabel(), words)
 
 
+class Best(BestOther):
+    """The largest logit of all ids, which has a kink where two of them are the largest."""
+
+    def finish(self, sums, joined):
+        return {"best_other": joined.top}, {"best_other_max": joined.top}
+
+    def is_largest(self, tile, merged):
+        return tile.z == merged["best_other_max"]
+
+
+def test_a_kink_where_two_logits_are_equal_is_no_error():
+    with registered(Best()):
+        pass
+
+
 class Total(Family):
     """The sum of z."""
 
