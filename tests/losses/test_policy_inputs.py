@@ -1,5 +1,6 @@
 """Inputs, masks, weights, denominators and options that callers give to a policy gradient."""
 
+import functools
 import math
 import re
 import warnings
@@ -397,3 +398,41 @@ def test_each_objective_has_the_function_that_its_help_names():
     for name, (function, _inputs) in OBJECTIVES.items():
         own = "ppo_clip" if name == "clip" else name.replace("-", "_")
         assert function is vars(hl.losses)[own]
+
+
+OTHER_CLIPS = {
+    "a preset": (
+        lambda metrics: hl.PPO((0.01, 0.02), metrics=metrics),
+        hl.PolicyMetrics(),
+        "clip=(0.01, 0.02)",
+    ),
+    "by default": (
+        lambda metrics: hl.DAPO(metrics=metrics),
+        hl.PolicyMetrics(),
+        "clip=(0.2, 0.28)",
+    ),
+    "a dual clip": (
+        lambda metrics: hl.HeadLoss(hl.PolicyGradient(dual_clip=3.0), metrics=metrics),
+        hl.PolicyMetrics(),
+        "clip=(0.2, 0.2), dual_clip=3.0",
+    ),
+    "a level": (
+        lambda metrics: hl.GSPO(metrics=metrics),
+        hl.PolicyMetrics((3e-4, 4e-4)),
+        "clip=(0.0003, 0.0004), level='sequence'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_CLIPS)
+def test_metrics_of_another_clip_than_the_objectives_are_a_warning(case):
+    made, metrics, right = OTHER_CLIPS[case]
+    with pytest.warns(UserWarning, match=re.escape(f"write PolicyMetrics({right})")):
+        made(metrics)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made(eval(f"hl.PolicyMetrics({right})"))
+        hl.HeadLoss(hl.PolicyGradient("gmpo"), metrics=metrics)
+        hl.HeadLoss(metrics=metrics)
+        own = functools.partial(lambda stats: stats.lse)
+        hl.HeadLoss(hl.Term("own", own), metrics=(metrics, hl.Metric(functools.partial(dict))))

@@ -364,6 +364,40 @@ MESSAGES = {
         lambda: tp_headloss.Sequences.from_mask([[1, 1, 0]]),
         "mask must be a tensor, got list: write torch.tensor(..), of tensors torch.stack(..)",
     ),
+    "lists of a few tokens each": (
+        lambda: losses.truncated_importance_weight(
+            LOGITS, generator_log_prob=[[-1.0], [-2.0, -3.0]]
+        ),
+        "got list: write x = torch.zeros(mask.shape); x[mask] = torch.tensor([a for row in .. for",
+    ),
+    "lists of ids": (
+        lambda: tp_headloss.vocab_statistics(LOGITS, LABELS, sets=[[1, 3], [2]]),
+        "sets must be an IdSets, got list: write IdSets(torch.tensor(..)), or of lists of",
+    ),
+    "uneven lists of ids": (
+        lambda: tp_headloss.IdSets([[1, 3], [2]]),
+        "sets.ids must be a tensor, got list: write integrations.sampling_masks.from_vllm([lists])",
+    ),
+    "a loss in the place of an output": (
+        lambda: tp_headloss.mean_metrics(HeadLoss()(LOGITS, LABELS).loss),
+        "got Tensor: pass the output itself, not its .loss",
+    ),
+    "losses in the place of outputs": (
+        lambda: tp_headloss.mean_metrics([HeadLoss()(LOGITS, LABELS).loss]),
+        "got [Tensor]: pass the output itself, not its .loss",
+    ),
+    "a sum over a horizon that is not there": (
+        lambda: tp_headloss.DrGRPO()(
+            LOGITS,
+            LABELS,
+            inputs={
+                "advantages": torch.ones(2, 1),
+                "old_log_prob": torch.zeros(2, 5),
+                "sequences": tp_headloss.Sequences.from_mask(LABELS >= 0),
+            },
+        ),
+        "needs a horizon, got None: write Sequences.from_mask(mask, horizon=L)",
+    ),
     "a generator as seed": (
         lambda: sample(LOGITS, seed=torch.Generator(), positions=LABELS),
         "seed must be an int, got Generator: pass its .initial_seed()",

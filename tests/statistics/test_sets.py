@@ -213,7 +213,8 @@ def test_what_the_error_of_a_mask_of_the_vocabulary_advises_are_its_sets():
 LISTS = [[3, 5], [7]]
 OF_LISTS = "got list: write torch.tensor(..), of lists of different lengths, one for each token, "
 GIVEN_AS_LISTS = {
-    "sets": (lambda: IdSets(LISTS), OF_LISTS),
+    "sets": (lambda: IdSets([[3, 5], [7, -1]]), OF_LISTS),
+    "uneven sets": (lambda: IdSets(LISTS), "got list: write integrations.sampling_masks.from_vllm"),
     "flat ids": (lambda: IdSets.from_csr([3, 5, 7], [0, 2, 3]), OF_LISTS),
     "offsets": (
         lambda: IdSets.from_csr(torch.arange(3), [0, 2, 3]),

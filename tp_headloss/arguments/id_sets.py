@@ -32,16 +32,29 @@ Parts: TypeAlias = Annotated[
 ]
 
 
+FROM_LISTS = "integrations.sampling_masks.from_vllm([lists])"
 OF_LISTS = (
-    ": write torch.tensor(..), of lists of different lengths, one for each token, "
-    "integrations.sampling_masks.from_vllm([lists])"
+    f": write torch.tensor(..), of lists of different lengths, one for each token, {FROM_LISTS}"
 )
 OF_VOCABULARY_MASK = (
     ": of a mask [.., V] write IdSets.from_csr(mask.nonzero()[:, -1], "
     "torch.nn.functional.pad(mask.sum(-1).flatten().cumsum(0), (1, 0)))"
 )
-SET_IDS = TensorLine("int64 or int32", ("..", "K"), of_list=OF_LISTS, of_mask=OF_VOCABULARY_MASK)
-FLAT_IDS = TensorLine("int64 or int32", ("all",), of_list=OF_LISTS, of_mask=OF_VOCABULARY_MASK)
+OF_UNEVEN_LISTS = f": write {FROM_LISTS}"
+
+
+def _line_of_ids(shape: tuple[str, ...]) -> TensorLine:
+    return TensorLine(
+        "int64 or int32",
+        shape,
+        of_list=OF_LISTS,
+        of_uneven_lists=OF_UNEVEN_LISTS,
+        of_mask=OF_VOCABULARY_MASK,
+    )
+
+
+SET_IDS = _line_of_ids(("..", "K"))
+FLAT_IDS = _line_of_ids(("all",))
 OFFSETS = TensorLine("int64 or int32", ("N + 1",), of_list=": write torch.tensor(..)")
 
 
@@ -75,6 +88,7 @@ class IdSets:
     called = "sets."  # in messages
     remedy = ": a loss takes them as inputs={'sets': ..} of the call, vocab_statistics as sets="
     of_tensor = ": write IdSets(ids)"
+    of_list = f": write IdSets(torch.tensor(..)), or of lists of different lengths {FROM_LISTS}"
     ids: Annotated[torch.Tensor, SET_IDS]
     mask: Annotated[torch.Tensor, TensorLine("bool", ("..", "K"))] | None = None
     # disjoint, within the ids

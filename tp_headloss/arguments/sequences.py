@@ -324,7 +324,8 @@ class Sequences(MadeWhole):
             return self.counted.float(), self.count
         if self.horizon is None:
             raise ValueError(
-                "reduction 'seq-mean-token-sum-norm' needs Sequences(..., horizon=L), got None"
+                "reduction 'seq-mean-token-sum-norm' needs a horizon, got None: write "
+                "Sequences.from_mask(mask, horizon=L)"
             )
         return self.counted / self.horizon, self.count
 

@@ -168,6 +168,10 @@ class HeadLossOutput(NamedTuple):
         return f"HeadLossOutput(loss={loss}, count={count}, terms=[{terms}], metrics=[{metrics}], stats={stats})"
 
 
+# for errors about a tensor in its place; a NamedTuple has fields alone
+setattr(HeadLossOutput, "of_tensor", ": pass the output itself, not its .loss")  # noqa: B010
+
+
 def _expect_scalar(loss: torch.Tensor):
     """Raise RuntimeError for a loss per token."""
     if loss.numel() != 1:
@@ -214,7 +218,8 @@ def mean_metrics(outputs: HeadLossOutput | Outputs, group: Group = None) -> dict
     Args:
         outputs: the output of a call, or those of all micro-batches of a step, with the same terms
             and metrics, and the same reduction if one is by sequence; at least one on each rank of
-            the group.
+            the group, whose others wait for it: a rank without tokens makes a call of empty
+            tensors.
         group: data- and context-parallel ranks, which hold other tokens; one small all-gather.
             None: this rank alone.
 

@@ -3,9 +3,10 @@ log-probs."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Literal, TypeAlias, get_args
+from typing import Annotated, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 
@@ -61,6 +62,13 @@ OBJECTIVES: dict[str, tuple[Callable[..., torch.Tensor], tuple[str, ...]]] = {
     "clip-cov": (losses.clip_cov, ("advantages", "old_log_prob", "mask", "noise")),
     "kl-cov": (losses.kl_cov, ("advantages", "old_log_prob", "mask")),
     "positive-nll": (losses.positive_nll, ("rewards",)),
+}
+
+# objectives that clip ratios as `PolicyMetrics` counts them -> whose ratio
+CLIP_LEVELS = {
+    losses.ppo_clip: "token",
+    losses.gspo: "sequence",
+    losses.gspo_length_weighted: "sequence",
 }
 
 # importance_weight of `KLToReference` -> the input that holds the sampler's log-probs, "" for the
@@ -209,8 +217,9 @@ def PolicyMetrics(
     "old_log_prob".
 
     Args:
-        clip, dual_clip: those of the objective, which the metrics cannot know.
-        level: "token" for the token's ratio, "sequence" for its sequence's (input "sequences").
+        clip, dual_clip: those of the objective; beside one with others, a `HeadLoss` warns.
+        level: "token" for the token's ratio, "sequence" for its sequence's (input "sequences"), as
+            GSPO clips it.
         reference: True adds the KL to the input "reference_log_prob".
 
     Examples:
@@ -252,6 +261,56 @@ def GeneratorMetrics(bounds: WeightBounds = (0.5, 2.0), *, over: Over = "vocabul
     statistic = over_sets(over, "log_prob")
     function = partial(_log_prob_metrics, losses.generator_metrics, {"bounds": bounds}, statistic)
     return Metric(function, _wanted(over), ("old_log_prob", "generator_log_prob"))
+
+
+class ClipOptions(NamedTuple):
+    """Which ratios count as clipped: the arguments of `PolicyMetrics` that an objective has, too."""
+
+    clip: tuple[float, ...]  # low, high
+    dual_clip: float | None
+    level: str
+
+    def __str__(self):
+        dual_clip = f", dual_clip={self.dual_clip}" * (self.dual_clip is not None)
+        level = f", level={self.level!r}" * (self.level != "token")
+        return f"clip={self.clip}{dual_clip}{level}"
+
+
+def warn_of_another_clip(terms: tuple[Term, ...], metrics: tuple[Metric, ...]) -> None:
+    """Warn of metrics that count other ratios as clipped than the objective beside them does."""
+    clips = [_clip_of_objective(term.function) for term in terms]
+    objectives = [clip for clip in clips if clip is not None]
+    clips = [_clip_of_metrics(metric) for metric in metrics]
+    counted = [clip for clip in clips if clip is not None]
+    if objectives and counted and not {*objectives} & {*counted}:
+        warnings.warn(
+            f"the objective has {objectives[0]}, and PolicyMetrics beside it counts what "
+            f"{counted[0]} clips: write PolicyMetrics({objectives[0]})",
+            stacklevel=2,
+        )
+
+
+def _clip_of_objective(function) -> ClipOptions | None:
+    """Return the options of a term's function, None if it is no objective with this clip."""
+    if not isinstance(function, partial) or function.func is not _policy_loss:
+        return None
+    per_token, options, _ = function.args
+    if per_token not in CLIP_LEVELS:
+        return None
+    clip = tuple(map(float, options.get("clip", CLIP)))
+    return ClipOptions(clip, options.get("dual_clip"), CLIP_LEVELS[per_token])
+
+
+def _clip_of_metrics(metric: Metric) -> ClipOptions | None:
+    """Return the options of `PolicyMetrics`, None of other metrics."""
+    function = metric.function
+    if not isinstance(function, partial) or function.func is not _log_prob_metrics:
+        return None
+    per_token, options, _ = function.args
+    if per_token is not losses.policy_metrics:
+        return None
+    level = "sequence" if "sequences" in metric.inputs else "token"
+    return ClipOptions(tuple(map(float, options["clip"])), options["dual_clip"], level)
 
 
 def call_with_one_token(function, inputs: tuple[str, ...]):

@@ -56,6 +56,9 @@ def truncated_importance_weight(
 ) -> RolloutWeight:
     """Return w = exp(log_prob - generator_log_prob) clamped to ``bounds``.
 
+    A generator's log-prob of -inf, of a token that it could not have drawn, has the largest weight:
+    the two are misaligned, or it is a fill of tokens that are to be ignored.
+
     Examples:
         >>> trainer, generator = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -4.0]])
         >>> losses.truncated_importance_weight(trainer, generator_log_prob=generator)

@@ -100,8 +100,8 @@ def expect_group(group, name: str = "group"):
         return
     if type(group).__name__ == "DeviceMesh":
         raise TypeError(
-            f"{name} must be a process group, got a DeviceMesh: use VocabShard.from_mesh, or its "
-            "get_group"
+            f"{name} must be a process group, got a DeviceMesh: pass mesh.get_group(name of a "
+            "dimension); a shard is VocabShard.from_mesh(mesh, ..)"
         )
     if group is dist.GroupMember.NON_GROUP_MEMBER:  # what torch gives to ranks that are no members
         raise ValueError(

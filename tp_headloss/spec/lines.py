@@ -196,9 +196,9 @@ class Instance:
     """An object of a class.
 
     One that has `tokens_like` must be of the same tokens [..] as other arguments. A class may have
-    a `remedy`, for errors about misplaced objects of it, an `of_tensor`, an `of_text`, an `of_int`
-    and an `of_float`, for a tensor, a string and a number in its place, and a `made_of`, classes of
-    the parts that its constructor takes, for parts in its place. An `of_tokens` is for one of as
+    a `remedy`, for errors about misplaced objects of it, an `of_tensor`, an `of_text`, an `of_list`,
+    an `of_int` and an `of_float`, for a tensor, a string, a list and a number in its place, and a
+    `made_of`, classes of the parts that its constructor takes, for parts in its place. An `of_tokens` is for one of as
     many tokens in another shape.
 
     Args:
@@ -330,14 +330,24 @@ class AnyOf:
             except TypeError:
                 if len(meant) == 1:
                     raise
-        kinds = [line.kind for line in self.lines if isinstance(line, Instance)]
-        said = max((made_of_value(kind, value) for kind in kinds), default="")
+        said = self._made_of(value)
         said = said or self._of_another_copy(value) or (array_hint(value) if tensors else "")
         numbers = [line for line in self.lines if isinstance(line, NumberLine)]
         said = said or next(filter(None, [line.hint_of_other(value) for line in numbers]), "")
         takes_several = any(isinstance(line, (TupleOf, Names)) for line in self.lines)
         said = said or (as_a_list(value) if takes_several else "")
         raise TypeError(f"{name} must be {self.says}, got {shown(value, said)}")
+
+    def _made_of(self, value) -> str:
+        """Return the words of `made_of_value` for what stands in the place of an object, or of the
+        first one in a tuple or list."""
+        several = [line.line for line in self.lines if isinstance(line, TupleOf)]
+        kinds = [line.kind for line in self.lines if isinstance(line, Instance)]
+        kinds_of_parts = [line.kind for line in several if isinstance(line, Instance)]
+        found = [made_of_value(kind, value) for kind in kinds]
+        if type(value) in (tuple, list) and value:
+            found += [made_of_value(kind, value[0]) for kind in kinds_of_parts]
+        return max(found, default="")
 
     def _of_another_copy(self, value) -> str:
         """Return the words of `two_copies` for an object, or one in a tuple or list; "" for

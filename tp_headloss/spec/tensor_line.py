@@ -43,9 +43,18 @@ OF_TEACHER_LOGITS = ": hidden states of the teacher? Pass Teacher(F.linear(hidde
 CASTS = {"int64 or int32": ".long()", "real numbers": ".float()"}
 # .bool() would make True of labels of -100, and of the -inf of a mask that is added to scores
 OF_LIST = ": write torch.tensor(..), of tensors torch.stack(..)"
+OF_UNEVEN_LISTS = (
+    ": write x = torch.zeros(mask.shape); x[mask] = torch.tensor([a for row in .. for a in row]), with "
+    "the mask of the tokens that the lists are of"
+)
 OF_A_MASK = ": of a mask of 0 and 1 pass mask != 0"
 OF_LABELS = ", of labels labels != -100"
 OF_LABEL_MASK = ": ids, not a mask (torch.where(mask, labels, -100), or mask.nonzero()[:, 0])"
+
+
+def _is_uneven(rows) -> bool:
+    """True for lists of different lengths in a list."""
+    return all(isinstance(row, (list, tuple)) for row in rows) and len({*map(len, rows)}) > 1
 
 
 @dataclass(frozen=True)
@@ -63,6 +72,7 @@ class TensorLine:
         hint: of the error for anything but a tensor, for numbers in the place of a mask or ids, and
             for several in the place of one.
         of_list: of the error for a tuple or list, in the place of `hint`.
+        of_uneven_lists: of the error for lists of different lengths.
         of_mask: of the error for a mask in the place of ids.
         trained: of the error for a constant that requires a gradient.
         per_token: of the error for a value per sequence, one for all, or others [n], which must not
@@ -77,6 +87,7 @@ class TensorLine:
     detached: bool = False
     hint: str = ""
     of_list: str = ""
+    of_uneven_lists: str = OF_UNEVEN_LISTS
     of_mask: str = OF_LABEL_MASK
     trained: str = ""
     per_token: str = ""
@@ -133,6 +144,8 @@ class TensorLine:
         if self.shape in (("width",), ("V",)) and isinstance(x, (dict, list, tuple)):
             return f": write a tensor [{self.shape[0]}] of them, one number for each id"
         if type(x) in (list, tuple):
+            if self.kind != "bool" and _is_uneven(x):
+                return self.of_uneven_lists
             return self.of_list or self.hint or OF_LIST
         return self.hint
 

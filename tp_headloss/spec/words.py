@@ -54,10 +54,12 @@ def made_of_value(kind: type, value) -> str:
         return getattr(kind, "of_int" if is_int else "of_float", "").format(value)
     if isinstance(value, dict) and value and value.keys() <= {*KEYWORDS.get(kind.__qualname__, ())}:
         return f": write {kind.__name__}({', '.join(f'{name}=..' for name in value)})"
-    parts = value if isinstance(value, (list, tuple)) and value else [value]
+    is_list = isinstance(value, (list, tuple))
+    parts = value if is_list and value else [value]
     classes = getattr(kind, "made_of", ())
-    is_made_of_it = all(isinstance(part, classes) for part in parts)
-    return f": write {kind.__name__}([..])" if is_made_of_it else ""
+    if all(isinstance(part, classes) for part in parts):
+        return f": write {kind.__name__}([..])"
+    return getattr(kind, "of_list", "") if is_list else ""
 
 
 def as_a_list(value) -> str:
