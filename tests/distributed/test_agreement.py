@@ -137,6 +137,11 @@ def shared_inputs(call):
     }
 
 
+def in_inference_mode(call):
+    with torch.inference_mode():
+        call.inputs["teacher"] = hl.Teacher(call.inputs["teacher"].logits.clone())
+
+
 def bounds(start, stop):
     return lambda call: call.rewrite(
         shard=hl.VocabShard(start, stop, V, call.shard.group),
@@ -272,6 +277,9 @@ CASES = {
     "a teacher of another dtype": (
         "head", shared_inputs, lambda c: c.inputs.update(teacher=hl.Teacher(torch.zeros_like(c.x).half())),
         "ValueError", "inputs.teacher.logits"),
+    "a teacher that autograd cannot save": (
+        "head", shared_inputs, in_inference_mode, "ValueError",
+        "agree on tensors of torch.inference_mode(): rank 0 of the group has '', got 'inputs.teacher.logits' on"),
     "another teacher": (
         "head", shared_inputs,
         lambda c: c.inputs.update(teacher=hl.TopKTeacher(c.labels[:, None], torch.zeros_like(c.x[:, :1].detach()))),

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 import tp_headloss as hl
 from tp_headloss import HeadLoss, Options, VocabShard, vocab_statistics
 from tp_headloss.call import agreement
+from tp_headloss.integrations import specforge
 from tp_headloss.ranks import comm
 
 V, N, H = 1000, 4, 8
@@ -121,6 +122,21 @@ def test_ranks_without_a_shard_say_so_once(check):
     for lines in on_ranks(2, lines_of_two_calls, check):
         ((level, text),) = lines
         assert level == ("WARNING" if check else "INFO") and "no shard= on a job of 2 ranks" in text
+
+
+def lines_of_an_acceptance_rate(group, device):
+    x, p = (
+        torch.zeros(1, 4, V // 2, device=device),
+        torch.full((1, 4, V // 2), 1 / V, device=device),
+    )
+    mask = torch.ones(1, 4, 1, device=device)
+    rate = specforge.compute_acceptance_rate
+    return logged(lambda: rate(logits=x, target_probs=p, position_mask=mask))
+
+
+def test_a_function_of_a_host_without_a_shard_says_so_too():
+    for ((level, text),) in on_ranks(2, lines_of_an_acceptance_rate):
+        assert level == "INFO" and "no shard= on a job of 2 ranks" in text
 
 
 def lines_of_an_unchecked_call_and_a_checked_one(group, device):

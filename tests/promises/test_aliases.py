@@ -398,6 +398,16 @@ MESSAGES = {
         ),
         "needs a horizon, got None: write Sequences.from_mask(mask, horizon=L)",
     ),
+    "torch's topk as a teacher": (
+        lambda: TopKTeacher(LOGITS.topk(5)),
+        "got ids: of torch's topk write TopKTeacher(x.indices, x.values)",
+    ),
+    "a transform of a teacher's head": (
+        lambda: tp_headloss.topk_log_probs(
+            tp_headloss.TeacherHead(LOGITS, torch.ones(3, 11)), 2, transform=tp_headloss.Transform()
+        ),
+        "a TeacherHead has its own weight, transform and temperature, got ['transform'], too: leave",
+    ),
     "a generator as seed": (
         lambda: sample(LOGITS, seed=torch.Generator(), positions=LABELS),
         "seed must be an int, got Generator: pass its .initial_seed()",
@@ -897,6 +907,10 @@ ATTRIBUTES = {
     "sequences on another device": (
         lambda: Sequences.from_mask(LABELS == 0).to("cpu"),
         "Sequences has no 'to': it must be made anew of its tensors, Sequences.from_mask(mask.to(",
+    ),
+    "a teacher without a gradient": (
+        lambda: tp_headloss.Teacher(LOGITS).detach(),
+        "Teacher has no 'detach': it must be made anew of its tensors, Teacher(logits.detach(..), ..)",
     ),
     "a teacher on another device": (
         lambda: TopKTeacher(LABELS[..., None], LOGITS[..., :1]).cuda(),

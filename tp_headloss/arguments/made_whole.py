@@ -15,7 +15,7 @@ def _not_moved(name: str) -> property:
             f"{type(self).__name__} has no {name!r}: it must be made anew of its tensors, {made}"
         )
 
-    return property(refuse, doc="Raises AttributeError: it is made anew of moved tensors.")
+    return property(refuse, doc="Raises AttributeError: it is made anew of other tensors.")
 
 
 class MadeWhole:
@@ -27,6 +27,12 @@ class MadeWhole:
     to = _not_moved("to")
     cuda = _not_moved("cuda")
     cpu = _not_moved("cpu")
+    detach = _not_moved("detach")
+    clone = _not_moved("clone")
+    contiguous = _not_moved("contiguous")
+    float = _not_moved("float")
+    half = _not_moved("half")
+    bfloat16 = _not_moved("bfloat16")
 
     def __getitem__(self, _index) -> NoReturn:
         raise TypeError(

@@ -186,7 +186,7 @@ class TeacherHead(_Tempered):
             lays out rows of other bounds or padding, or of another group.
         transform: bias, scale (positive) and softcap of the teacher's logits; its temperature must
             be 1.
-        temperature: as in `Teacher`.
+        temperature, student_temperature, beta: as in `Teacher`.
 
     Examples:
         >>> hidden, weight, labels = torch.ones(1, 2), torch.eye(2), torch.tensor([0])

@@ -23,6 +23,7 @@ from ..ranks.shard import VocabShard
 from ..spec.checks import autocast_dtype
 from ..statistics.members import closure_of, function_of, members_of_classes, variables_of
 from ..version import __version__
+from .compile import inference_tensors
 from .differences import compare_calls, compare_sequences
 from .own_ids import checksums_of_own_ids
 
@@ -121,6 +122,9 @@ class Agreement:
         if isinstance(hidden := facts.get("hidden"), torch.Tensor):
             # the dtype of its GEMMs, see `operand_dtype`
             facts["autocast"] = autocast_dtype(hidden.device.type)
+        if facts["grad_enabled"]:
+            # what autograd cannot save is an error after this comparison, on this rank alone
+            facts["tensors of torch.inference_mode()"] = ", ".join(inference_tensors("", facts))
         for name, value in facts.items():
             _describe(name, value, self.facts, compare_hidden, SHARDED_DIM.get(name))
         self.facts["bounds"] = shard.start, shard.start + shard.valid_width, shard.tp_invariant

@@ -84,7 +84,7 @@ def uncompiled_where_needed(function: Callable[P, R]) -> Callable[P, R]:
 
 def _refuse_inference_tensors(given: dict[str, Any], error: RuntimeError):
     """Raise ValueError with the arguments, if any, that autograd cannot save."""
-    made = list(_inference_tensors("", given))
+    made = list(inference_tensors("", given))
     if made:
         said = "tensors of torch.inference_mode(): make them under torch.no_grad(), or pass their .clone()"
         raise ValueError(
@@ -92,7 +92,7 @@ def _refuse_inference_tensors(given: dict[str, Any], error: RuntimeError):
         ) from error
 
 
-def _inference_tensors(name: str, value) -> Iterator[str]:
+def inference_tensors(name: str, value) -> Iterator[str]:
     """Yield the names of tensors in an argument, or in parts of it, that autograd cannot save."""
     if isinstance(value, torch.Tensor):
         yield from [name] * value.is_inference()
@@ -102,4 +102,4 @@ def _inference_tensors(name: str, value) -> Iterator[str]:
     elif dataclasses.is_dataclass(value):
         parts = vars(value)
     for key, part in parts.items():
-        yield from _inference_tensors(f"{name}.{key}".lstrip("."), part)
+        yield from inference_tensors(f"{name}.{key}".lstrip("."), part)

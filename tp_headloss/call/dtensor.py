@@ -218,7 +218,10 @@ def _local_tensor(name, x, shard, hidden_grad, tokens, sharded):
         return x.to_local()
     _expect_tokens(name, x, shard, tokens)
     if sharded is not None:  # a teacher's logits
-        fix = "redistribute them to the placements of the student's logits"
+        fix = (
+            "redistribute them to the placements of the student's logits, to [Shard(-1)] on a mesh "
+            "of its group beside plain ones"
+        )
         _layout_shard(f"teacher.{name}", x, x.dim() - 1, shard, fix, is_student=False)
         return x.to_local()
     if name == "hidden":

@@ -76,7 +76,8 @@ def LKLoss(
     eta: NotNegative | None = None,
 ) -> Term:
     """LK loss of a draft model of speculative decoding. Input: "teacher", a `Teacher` with the
-    target's logits, or for `HeadLoss.linear` a `TeacherHead`.
+    target's logits, or for `HeadLoss.linear` a `TeacherHead`. Both distributions are at the
+    teacher's temperatures.
 
     Args:
         form: "lambda", a mixture of forward KL and total variation, see `losses.lk_lambda`; "alpha",
@@ -119,10 +120,11 @@ def TopKDistillation(
     Args:
         divergence: "forward_kl", "reverse_kl", or "jsd" with the teacher's beta and a second, small
             collective.
-        support: the set over which the student is normalised: "topk", "vocabulary" or "tail", see
-            `losses.topk_forward_kl`; "tail" needs a teacher with renormalize=False, and its
-            tail_log_prob unless log-probs are fp32 and the tail is large. Over the others a teacher
-            with renormalize=False is no distribution, and a divergence from it may be negative.
+        support: the set over which the student is normalised: "topk", the entries alone;
+            "vocabulary", all ids; "tail", the entries and one more for all others. "tail" needs a
+            teacher with renormalize=False, and its tail_log_prob unless log-probs are fp32 and the
+            tail is large. Over the others a teacher with renormalize=False is no distribution, and
+            a divergence from it may be negative.
         outside_log_prob: log-prob of the teacher outside of its entries, for the reverse KL over
             the vocabulary alone; by default -100.
         temperature_squared: as in `Distillation`.

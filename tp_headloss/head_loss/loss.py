@@ -75,9 +75,9 @@ class HeadLoss(nn.Module):
     the model's parts, and the model keeps its own loss. Use
     `integrations.transformers.causal_lm_loss`.
 
-    Its terms, metrics, reduction, ignore_index and options may be assigned later, too, as
-    ``loss.terms = [*loss.terms, ZLoss(1e-4)]``: terms and metrics are tuples, which have no append.
-    Any other attribute that is assigned changes nothing.
+    A call has the arguments of `forward`. Terms, metrics, reduction, ignore_index and options may be
+    assigned later, ``loss.terms = [*loss.terms, ZLoss(1e-4)]``: terms and metrics are tuples, which
+    have no append. Any other attribute that is assigned changes nothing.
 
     Args:
         terms: one `Term`, or a list of distinct names, which is copied; by default `CrossEntropy`.

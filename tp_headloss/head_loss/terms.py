@@ -250,6 +250,10 @@ def AcceptanceRate() -> Metric:
     """Probability that a token sampled by a draft model is accepted, as "acceptance_rate". Input:
     "teacher", the target.
 
+    Both distributions are at the teacher's temperatures, like all that is compared with a teacher,
+    and not at that of the `Transform`: beside a distillation at another temperature than that of
+    decoding, the rate needs a call of its own.
+
     Examples:
         >>> draft, labels = torch.tensor([[1.0, 0.0]]), torch.tensor([0])
         >>> target = Teacher(torch.tensor([[0.0, 1.0]]))

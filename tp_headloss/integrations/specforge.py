@@ -341,6 +341,7 @@ def _mean_rates(stats, position_mask, eps, reduce_fn) -> tuple[torch.Tensor, tor
 def _statistics_of_all_ids(logits, target_probs, shard) -> VocabStatistics:
     """Total variation of draft and target over the draft's ids and one more, which stands for all
     others; and the draft's likeliest id."""
+    has_shard = shard is not None
     shard = shard or VocabShard.from_group(None, logits.shape[-1])
     shard.expect_width("logits", logits.shape[-1], "columns")
     log_probs = target_probs.float().log()
@@ -350,8 +351,10 @@ def _statistics_of_all_ids(logits, target_probs, shard) -> VocabStatistics:
 
     columns, joined = _with_column(logits, torch.full_like(others, -torch.inf), shard)
     teacher, _ = _with_column(log_probs, others, shard)
+    # without a shard the call says so where there are several ranks
+    resolved = joined if has_shard else None
     want = ("total_variation", "argmax")
-    return vocab_statistics(columns, shard=joined, want=want, teacher=Teacher(teacher))
+    return vocab_statistics(columns, shard=resolved, want=want, teacher=Teacher(teacher))
 
 
 def _with_column(x, column, shard) -> tuple[torch.Tensor, VocabShard]:

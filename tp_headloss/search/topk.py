@@ -212,8 +212,12 @@ def local_operands(
     TeacherHead, which has both -> this rank's plain logits (or hidden states), weight, transform
     and shard."""
     if isinstance(logits, TeacherHead):
-        if weight is not None or transform is not None:
-            raise ValueError("a TeacherHead has its own weight and transform, got others")
+        given = {"weight": weight, "transform": transform}
+        if named := [name for name, value in given.items() if value is not None]:
+            raise ValueError(
+                f"a TeacherHead has its own weight, transform and temperature, got {named}, too: "
+                "leave it out"
+            )
         tokens, weight, transform = logits.hidden, logits.weight, logits.whole_transform
     else:
         tokens = logits

@@ -8,6 +8,8 @@ import inspect
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import torch
+
 from .alias_table import HOSTS
 from .aliases import (
     ALIASES,
@@ -91,6 +93,8 @@ def refuse_call(
         maker = MADE_BY.get(owner.removesuffix("()"))
         values = args[1:] if "self" in filled else args
         remedies = [getattr(type(x), "remedy", "") for x in values]
+        if any(isinstance(x, torch.return_types.topk) for x in values):
+            remedies = [f": of torch's topk write {owner.removesuffix('()')}(x.indices, x.values)"]
         said = f": write {maker}" if maker else next(filter(None, remedies), "")
         raise TypeError(f"{owner} must have {', '.join(wanted)}, got {got}{said}")
 
