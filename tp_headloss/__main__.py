@@ -23,6 +23,7 @@ import platform
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,7 @@ from .meeting import (
     expect_network,
     expect_store,
     job,
+    met,
     uses_gpus,
 )
 from .ranks.comm import gather_objects, group_size, say_presence, silent_ranks
@@ -62,6 +64,10 @@ LAUNCHERS = {
 WAITED = "imed out"
 ENDED = "Connection closed by peer", "Connection reset by peer", "Broken pipe"
 NO_TRITON = "not installed"
+USED = "EADDRINUSE"
+OF_A_USED_PORT = (
+    "MASTER_PORT is used by another process, one with RANK 0, too, or no rank of this check\n"
+)
 
 
 def version_of_triton() -> str:
@@ -258,7 +264,7 @@ def until_reader_ends() -> Iterator[None]:
 
 def join(given: Job, backend: str) -> None:
     """Begin the process group, or exit where its ranks do not come in time."""
-    if given.local_rank == 0:
+    if given.local_rank == 0 or not agent_has_store():
         with until_reader_ends():
             print(
                 f"waiting for {given.ranks} ranks at {given.address}; to check one process, unset "
@@ -267,14 +273,19 @@ def join(given: Job, backend: str) -> None:
     try:
         if not given.has_store:
             expect_store(given, WAIT.total_seconds())
-        dist.init_process_group(backend, timeout=WAIT)  # of its collectives, too
-    except TimeoutError as error:
+        found: dict[str, Any] = {}
+        if not agent_has_store():
+            store = met(given, WAIT.total_seconds())
+            found = {"store": store, "rank": given.rank, "world_size": given.ranks}
+        dist.init_process_group(backend, timeout=WAIT, **found)  # of its collectives, too
+    except (TimeoutError, ValueError) as error:
         sys.exit(f"{error}\n{START}")
     except RuntimeError as error:
         (reason, *_) = str(error).splitlines() or [""]
+        said = OF_A_USED_PORT if USED in reason else ""
         sys.exit(
             f"expected {given.ranks} ranks at {given.address}, got "
-            f"{type(error).__name__}: {reason}\n{START}"
+            f"{type(error).__name__}: {reason}\n{said}{START}"
         )
 
 

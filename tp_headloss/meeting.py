@@ -8,9 +8,11 @@ import contextlib
 import os
 import socket
 import time
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 OF_A_RANK = "RANK", "LOCAL_RANK"
 MOST_PORT = 2**16 - 1
@@ -21,6 +23,9 @@ START = (
 # of an attempt to connect, and between two of them
 ATTEMPT = 5.0  # seconds
 PAUSE = 0.2  # seconds
+LINGER = 2.0  # seconds
+SIZE_OF_RANK = "tp_headloss/WORLD_SIZE of rank "  # in the store
+MOST_NAMED = 8  # ranks in an error
 
 
 class Job(NamedTuple):
@@ -158,6 +163,44 @@ def expect_store(given: Job, seconds: float) -> None:
                     f"{seconds:g} seconds: {error}"
                 ) from None
         time.sleep(PAUSE)
+
+
+def met(given: Job, seconds: float) -> dist.Store:
+    """Return the store of a meeting where all ranks have come and expect equally many.
+
+    Raises:
+        TimeoutError: ranks that have not come after so many seconds.
+        ValueError: ranks that were started with another WORLD_SIZE, for which torch waits without
+            end.
+    """
+    wait = timedelta(seconds=seconds)
+    store = dist.TCPStore(
+        given.host, given.port, is_master=given.has_store, timeout=wait, wait_for_workers=False
+    )
+    store.set(f"{SIZE_OF_RANK}{given.rank}", str(given.ranks))
+    missing = {*range(given.ranks)}
+    end = time.monotonic() + seconds
+    while missing:
+        for rank in sorted(missing):
+            if not store.check([f"{SIZE_OF_RANK}{rank}"]):
+                continue
+            ranks = int(store.get(f"{SIZE_OF_RANK}{rank}"))
+            if ranks != given.ranks:
+                time.sleep(LINGER * given.has_store)  # others read from this process, too
+                raise ValueError(
+                    f"all ranks must have one WORLD_SIZE, got {given.ranks} on rank {given.rank} and "
+                    f"{ranks} on rank {rank}"
+                )
+            missing.remove(rank)
+        if missing and time.monotonic() > end:
+            named = ", ".join(map(str, sorted(missing)[:MOST_NAMED]))
+            more = f" and {len(missing) - MOST_NAMED} more" * (len(missing) > MOST_NAMED)
+            raise TimeoutError(
+                f"expected {given.ranks} ranks at {given.address}, of which rank {named}{more} did "
+                f"not come within {seconds:g} seconds"
+            )
+        time.sleep(PAUSE * bool(missing))
+    return store
 
 
 def expect_interfaces(name: str, value: str) -> None:

@@ -771,6 +771,7 @@ GROUPS = {
         ("linear_head/sweeps.py", "statistics", "TRANSPORTS[request.facts.transport].default", 'TRANSPORTS["gather"].default'),
     ],
     "test_agreement": [
+        ("call/agreement.py", "Agreement.record", "', '.join(inference_tensors('', facts))", "''"),
         ("call/agreement.py", "Agreement.record", "autocast_dtype(hidden.device.type)", "None"),
         ("linear_head/valid_tokens.py", "check_range", "gather_from_ranks(torch.stack([valid, unknown]).to(torch.uint8), group)", "torch.stack([valid, unknown])[None]"),
         ("arguments/sequences.py", "Sequences.ids", "torch.where(self.counted, self._ids, -1)", "None"),
@@ -995,6 +996,7 @@ GROUPS = {
         ("modules/marks.py", "marked_group", "not is_live_group(known(), name)", "False"),
     ],
     "test_aliases": [
+        ("spec/calls.py", "refuse_call", "isinstance(x, torch.return_types.topk)", "False"),
         ("spec/words.py", "made_of_value", "getattr(kind, 'of_list', '')", "''"),
         ("spec/lines.py", "AnyOf._made_of", "made_of_value(kind, value[0])", "''"),
         ("spec/tensor_line.py", "TensorLine._object_hint", "self.kind != 'bool' and _is_uneven(x)", "False"),
@@ -1043,7 +1045,7 @@ GROUPS = {
         ("spec/calls.py", "_as_one_list", "all(isinstance(part, classes) for part in parts)", "True"),
         ("spec/calls.py", "refuse_call", "_as_one_list(function, args) or by_name", "by_name"),
         ("spec/aliases.py", "hint", "of == 'input' and alias.write", "False"),
-        ("spec/lines.py", "OneOf.check", "self.hint", "''"),
+        ("spec/lines.py", "OneOf.check", "hint(meant, self.names) if isinstance(meant, str) else self.hint", "hint(meant, self.names) if isinstance(meant, str) else ''"),
         ("spec/lines.py", "IntLine._hint_of_other", "value.numel() == 1 and DTYPES['int64 or int32'](value.dtype)", "False"),
         ("spec/lines.py", "IntLine._hint_of_other", "isinstance(value, torch.Generator)", "False"),
         ("spec/lines.py", "IntLine._hint_of_other", "value is None", "False"),
@@ -1127,6 +1129,7 @@ GROUPS = {
         ("modules/clipping.py", "_sharded_over", "not is_over_group(spec, own_rows)", "True"),
     ],
     "test_forgotten_shard": [
+        ("integrations/specforge.py", "_statistics_of_all_ids", "joined if has_shard else None", "joined"),
         ("call/agreement.py", "Agreement._record_for_job", "level not in _logged", "not _logged"),
         ("call/dtensor.py", "local_head", "_expect_shard_of_module(weight, shard)", "pass"),
         ("call/dtensor.py", "local_rows", "_expect_shard_of_module(rows, shard)", "pass"),
@@ -1280,6 +1283,7 @@ GROUPS = {
         ("spec/checked.py", "lines_of", "name not in ('cls', 'self') and parameter.kind is not parameter.VAR_KEYWORD", "False"),
     ],
     "test_linear_refusals": [
+        ("spec/tensor_line.py", "_hint_of_setter", "ranks > 1 and x.shape[1:] == lead[1:] and x.shape[0] == ranks * lead[0]", "False"),
         ("linear_head/one_sweep.py", "loss_gradients", "has_other_leaves(loss, leaves.values())", "here.start == 0 and has_other_leaves(loss, leaves.values())"),
         ("head_loss/linear_ways.py", "linear_output", "obstacle.in_main_grad", "False"),
         ("head_loss/remembered.py", "_facts_of_inputs", "(name, x.dtype, x.device, x.requires_grad)", "(name, x.dtype, x.device)"),
@@ -1527,6 +1531,10 @@ GROUPS = {
         ("meeting.py", "is_of_this_machine", "tried.bind(address)", "pass"),
         ("meeting.py", "is_forwarded", "server.accept()[0].close()", "pass"),
         ("meeting.py", "is_forwarded", "return True", "return False"),
+        ("meeting.py", "met", "ranks != given.ranks", "False"),
+        ("meeting.py", "met", "time.sleep(LINGER * given.has_store)", "pass"),
+        ("meeting.py", "met", "missing and time.monotonic() > end", "False"),
+        ("__main__.py", "join", "USED in reason", "False"),
         ("meeting.py", "expect_store", "left <= PAUSE", "True"),
     ],
     "test_compile": [

@@ -331,6 +331,21 @@ def test_whole_hidden_states_for_a_reduce_scatter_are_said_to_be_gathered():
         )
 
 
+def part_of_hidden_states(group, device):
+    """The error of a rank's part of the tokens' hidden states beside all labels."""
+    shard = hl.VocabShard.from_group(group, V)
+    hidden, weight = torch.zeros(2, 6, H), torch.zeros(shard.width, H)
+    with pytest.raises(ValueError) as found:
+        hl.HeadLoss().linear(hidden, weight, torch.zeros(4, 6).long(), shard=shard)
+    return str(found.value)
+
+
+def test_all_labels_beside_a_part_of_the_hidden_states_name_the_option():
+    for said in on_ranks(2, part_of_hidden_states):
+        assert said.startswith("labels must have shape [2, 6] to fit hidden states, got [4, 6]: of")
+        assert said.endswith("Keep it, and pass linear=Linear(hidden_grad='reduce_scatter')")
+
+
 def without_a_gradient(group, device):
     """Whether statistics require one: of arguments that do not, with and without torch.no_grad."""
     shard = hl.VocabShard.from_group(group, V)

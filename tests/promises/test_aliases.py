@@ -45,6 +45,7 @@ from tp_headloss import (
     topk_log_probs,
     vocab_statistics,
 )
+from tp_headloss.integrations.sampling_masks import from_vllm
 from tp_headloss.spec import Instance, OneOf, lines_within
 from tp_headloss.spec.alias_table import HEAD
 from tp_headloss.spec.aliases import (
@@ -407,6 +408,26 @@ MESSAGES = {
             tp_headloss.TeacherHead(LOGITS, torch.ones(3, 11)), 2, transform=tp_headloss.Transform()
         ),
         "a TeacherHead has its own weight, transform and temperature, got ['transform'], too: leave",
+    ),
+    "weights in the place of a flag": (
+        lambda: PolicyGradient(rollout_weight=torch.ones(2, 3)),
+        "must be True or False, got Tensor: the weights are an input of the call, inputs={..}",
+    ),
+    "an id for each row of a mask": (
+        lambda: tp_headloss.Sequences.from_ids(LABELS[:, 0], 2, LABELS >= 0),
+        "got [2, 5]: for a sequence in each row pass ids[:, None].expand(2, 5)",
+    ),
+    "no outputs": (
+        lambda: tp_headloss.mean_metrics([]),
+        "got an empty list: a rank without batches passes that of a call with no tokens, head_loss(",
+    ),
+    "a token without a set": (
+        lambda: from_vllm([[None, [3]]]),
+        "got one of None, ..: a token without a set has every id, range(vocab_size), or is left out",
+    ),
+    "sets of one completion": (
+        lambda: from_vllm([[3, 42], [7]]),
+        "got one of 3, ..: of one completion write [lists]",
     ),
     "a generator as seed": (
         lambda: sample(LOGITS, seed=torch.Generator(), positions=LABELS),

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
@@ -285,6 +286,34 @@ def test_a_store_that_comes_late_is_found(rank_0):
     server.join()
 
 
+def test_a_port_that_is_used_is_named_as_one(rank_0):
+    given = __main__.job()
+    with socket.create_server(("", given.port)), pytest.raises(SystemExit) as ended:
+        __main__.join(given, "gloo")
+    assert "MASTER_PORT is used by another process" in str(ended.value)
+
+
+def test_ranks_that_expect_other_numbers_of_ranks_are_told_so_at_once(rank_0):
+    given = __main__.job()
+    of_rank_1 = given._replace(rank=1, local_rank=1, ranks=3)
+    with ThreadPoolExecutor() as pool:
+        results = [pool.submit(meeting.met, x, 60.0) for x in (given, of_rank_1)]
+        errors = [str(result.exception()) for result in results]
+    assert errors == [
+        "all ranks must have one WORLD_SIZE, got 2 on rank 0 and 3 on rank 1",
+        "all ranks must have one WORLD_SIZE, got 3 on rank 1 and 2 on rank 0",
+    ]
+
+
+def test_ranks_that_all_come_meet(rank_0):
+    given = __main__.job()
+    with ThreadPoolExecutor() as pool:
+        both = given, given._replace(rank=1, local_rank=1)
+        stores = [result.result() for result in [pool.submit(meeting.met, x, 60.0) for x in both]]
+    stores[0].set("here", "yes")
+    assert stores[1].get("here") == b"yes"
+
+
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
@@ -398,7 +427,8 @@ def test_ranks_that_do_not_come_are_waited_for_in_plain_sight(rank_0, monkeypatc
     port = os.environ["MASTER_PORT"]
     monkeypatch.setattr(__main__, "WAIT", timedelta(seconds=1))
     meeting = f"2 ranks at localhost:{port}"
-    with pytest.raises(SystemExit, match=f"expected {meeting}, got Dist.*\n.*unset WORLD_SIZE"):
+    says = f"expected {meeting}, of which rank 1 did not come within 1 seconds\n.*unset WORLD_SIZE"
+    with pytest.raises(SystemExit, match=says):
         __main__.join(__main__.job(), "gloo")
     assert capsys.readouterr().out.startswith(f"waiting for {meeting}; to check one process, unset")
 

@@ -210,7 +210,7 @@ def expect_labels_of_tokens(given: Given):
                 f"comes last, got {list(x.shape)}: logits.movedim(1, -1)"
             )
         given.shard.expect_width("logits", x.shape[-1], "columns")
-    given.check(sizes_of(_tokens_name(given), x, lead), "labels")
+    given.check(sizes_of(_tokens_name(given), x, lead, shard=given.shard), "labels")
 
 
 def _tokens_name(given: Given) -> str:

@@ -74,6 +74,7 @@ def resolve_backend(name: str | None, device) -> str:
     if name is None:
         return "triton" if device.type == "cuda" and torch.version.hip is None else "torch"
     if name == "triton" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        _expect_triton()  # which TRITON_INTERPRET=1 would need
         raise ValueError(
             f"backend='triton' needs CUDA tensors (or TRITON_INTERPRET=1), got {device.type}"
         )

@@ -272,7 +272,10 @@ def _obstacle_of_terms(call: Call) -> str | None:
         return "a loss per token has no scalar upstream gradient"
     undeclared = [term.name for term in terms if not _is_tokenwise(term)]
     if undeclared:
-        return f"the terms {undeclared} are not declared tokenwise"
+        return (
+            f"the terms {undeclared} are not declared tokenwise (tokenwise=True where a token's value "
+            "depends on that token alone)"
+        )
     own = [term.name for term in terms if term.token_weight is not None]
     by_label = call.definition.plan.label_weight is not None
     if own and not by_label and call.denominator is None and reduction == "mean":

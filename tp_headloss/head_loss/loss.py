@@ -180,12 +180,12 @@ class HeadLoss(nn.Module):
                 ratios of its sequence still include it, as the sequences' mask says. The mean
                 divides by the sum of the weights, so weights of both signs need a denominator from
                 the caller.
-            denominator: a number or a scalar tensor that every term is divided by; with gradient
-                accumulation or data parallelism, the global count of tokens (or sequences); with
-                token or class weights the global sum of the valid tokens' weights, with both of
-                their products (the count gives another scale, silently). At least 0, and of a mean:
-                an error with "sum" and "none". A tensor's value is looked at with
-                ``Options(check=True)`` alone.
+            denominator: a number or a scalar tensor that every term is divided by: the count of
+                tokens (or sequences) of all micro-batches and data-parallel ranks, over the number
+                of ranks where these average gradients, as DDP and FSDP do; with token or class
+                weights the sum of the valid tokens' weights, with both of their products (other
+                numbers give another scale, silently). At least 0, and of a mean: an error with
+                "sum" and "none". ``Options(check=True)`` alone looks at a tensor's value.
             inputs: arguments of terms and metrics besides the statistics, by name, replicated, just
                 those of `input_names`; others are an error, except "sequences":
                 tensors, scalar or with as many dimensions as [..] that broadcast to it, in its own

@@ -271,7 +271,10 @@ def mean_metrics(outputs: HeadLossOutput | Outputs, group: Group = None) -> dict
 def _checked_sums(outputs: Outputs) -> list[dict[str, torch.Tensor]]:
     """Return the sums of each output by name, and its count. ValueError unless all have the same."""
     if not outputs:
-        raise ValueError("outputs must be at least one HeadLossOutput, got an empty list")
+        raise ValueError(
+            "outputs must be at least one HeadLossOutput, got an empty list: a rank without batches "
+            "passes that of a call with no tokens, head_loss(logits[:0], labels[:0])"
+        )
     parts = [_sums_by_name(out) for out in outputs]
     names = [list(part) for part in parts]
     if any(other != names[0] for other in names):

@@ -71,6 +71,9 @@ CLIP_LEVELS = {
     losses.gspo_length_weighted: "sequence",
 }
 
+RolloutFlag: TypeAlias = Annotated[
+    bool, OneOf((True, False), ": the weights are an input of the call, inputs={..}")
+]
 # importance_weight of `KLToReference` -> the input that holds the sampler's log-probs, "" for the
 # policy's own
 Sampler: TypeAlias = Literal["on-policy", "old", "generator"]
@@ -86,8 +89,8 @@ def PolicyGradient(
     objective: ObjectiveName = "clip",
     weight: ObjectiveWeight = 1.0,
     *,
-    rollout_weight: bool = False,
-    rollout_log_weight: bool = False,
+    rollout_weight: RolloutFlag = False,
+    rollout_log_weight: RolloutFlag = False,
     over: Over = "vocabulary",
     name: str | None = None,
     **options,

@@ -94,10 +94,18 @@ def _completion_sets(mask) -> IdSets:
         if not isinstance(ids, Iterable) or not all(isinstance(row, Iterable) for row in ids):
             got = f"one of {next(iter(ids))!r}, .." if isinstance(ids, Iterable) else repr(ids)
             raise TypeError(
-                f"a sampling mask must be vLLM's SamplingMask or a list of ids per token, got {got}"
+                "a sampling mask must be vLLM's SamplingMask or a list of ids per token, got "
+                f"{got}{_hint_of_row(ids)}"
             )
         return _sets_from_counts(list(chain.from_iterable(ids)), [len(row) for row in ids])
     return IdSets.from_csr(_int_tensor(ids), _int_tensor(offsets))
+
+
+def _hint_of_row(ids) -> str:
+    """Return what to write for what stands in the place of a list of ids per token."""
+    if isinstance(ids, Iterable) and any(row is None for row in ids):
+        return ": a token without a set has every id, range(vocab_size), or is left out by scatter"
+    return ": of one completion write [lists]"
 
 
 def from_prime_rl(masks: Iterable) -> IdSets:

@@ -3,9 +3,10 @@ inference engine.
 
 The log-probs of that program, the generator, differ from the trainer's for the same model weights.
 The importance weight w = exp(log_prob - generator_log_prob) corrects for the difference; log w is
-clamped to +-20. log_prob is the trainer's at sampling time (``old_log_prob``). Pass the result as
-``rollout_weight``. level: "token", or "sequence" for the product of w over the token's sequence,
-which needs ``sequences``, a `tp_headloss.Sequences`.
+clamped to +-20. log_prob is the trainer's at sampling time (``old_log_prob``), at the temperature
+and over the ids that the generator's is of. Pass the result as ``rollout_weight``. level: "token",
+or "sequence" for the product of w over the token's sequence, which needs ``sequences``, a
+`tp_headloss.Sequences`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from .ratio import LOG_RATIO_CLAMP, NATS, GeneratorLogProb, log_ratio
 TrainerLogProb: TypeAlias = Annotated[
     torch.Tensor,
     CONSTANT_LOG_PROBS,
-    f"The trainer's at sampling time (``old_log_prob``), {NATS}",
+    f"The trainer's at sampling time (``old_log_prob``), at the generator's temperature, {NATS}",
 ]
 
 WeightLevel: TypeAlias = Annotated[

@@ -175,6 +175,7 @@ WRITTEN = (
     Alias("temperature", "many", f"HeadLoss, {LOSSES}", TEMPERATURES),
     Alias("importance_sampling_level", "TRL", f"PolicyGradient, {PRESETS}", SEQUENCE_RATIO),
     Alias("rollout_weight", "ours", PRESETS, "HeadLoss([PolicyGradient(.., {}=True)])"),
+    Alias("over", "ours", PRESETS, "HeadLoss([PolicyGradient(.., {}=..)])"),
     Alias("kl", "ours", "PolicyGradient, HeadLoss", "a term, KLToReference({})"),
     Alias("max_length", "TRL", "Sequences.from_mask", "horizon={}"),
     Alias("ce_weight", "Liger", "CrossEntropy", "class_weight="),

@@ -184,7 +184,7 @@ class OneOf:
         """Raise ValueError for anything but one of the names, TypeError for no flag."""
         if self.names == (True, False):
             if not isinstance(value, bool):
-                raise TypeError(f"{name} must be True or False, got {shown(value)}")
+                raise TypeError(f"{name} must be True or False, got {shown(value)}{self.hint}")
         elif not isinstance(value, str) or value not in self.names:
             meant = repr(value) if isinstance(value, bool) else value
             said = hint(meant, self.names) if isinstance(meant, str) else self.hint

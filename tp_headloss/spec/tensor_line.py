@@ -52,6 +52,23 @@ OF_LABELS = ", of labels labels != -100"
 OF_LABEL_MASK = ": ids, not a mask (torch.where(mask, labels, -100), or mask.nonzero()[:, 0])"
 
 
+def _hint_of_setter(x, lead, setters, shard) -> str:
+    """Return what to pass where the tokens [*lead] are probably wrong, and not x: they were set by
+    hidden states of this rank's tokens alone, or by an id for each row."""
+    if lead == x.shape[:1] and "ids" in setters:
+        sizes = ", ".join(map(str, x.shape))
+        return f": for a sequence in each row pass ids[:, None].expand({sizes})"
+    if not lead or "hidden states" not in setters:
+        return ""
+    ranks = getattr(shard, "world_size", 1)
+    if ranks > 1 and x.shape[1:] == lead[1:] and x.shape[0] == ranks * lead[0]:
+        return (
+            ": of all tokens, beside sequence-parallel hidden states? Keep it, and pass "
+            "linear=Linear(hidden_grad='reduce_scatter')"
+        )
+    return ""
+
+
 def _is_uneven(rows) -> bool:
     """True for lists of different lengths in a list."""
     return all(isinstance(row, (list, tuple)) for row in rows) and len({*map(len, rows)}) > 1
@@ -200,6 +217,7 @@ class TensorLine:
             wanted = (*lead, *((known | numbers).get(symbol) for symbol in tail))
             said = self._transposed_hint(x, wanted) or self._hidden_hint(x, expected, sizes)
             said = said or self._columns_hint(x, expected, shard)
+            said = said or _hint_of_setter(x, lead, setters, shard)
             said = said or self._shape_hint(x, lead, expected)
             raise ValueError(f"{name} must have shape [{shape}]{fits}, got {list(x.shape)}{said}")
         for symbol, size in own_tail.items():
