@@ -845,7 +845,7 @@ GROUPS = {
         ("integrations/transformers/check.py", "InstalledForward.remove", "below_mixed_precision(self.model)", "contextlib.nullcontext()"),
         ("integrations/transformers/check.py", "InstalledForward.__init__", "below_mixed_precision(model)", "contextlib.nullcontext()"),
         ("integrations/transformers/check.py", "check_forward", "transform == config_transform(model.config.get_text_config())", "True"),
-        ("integrations/transformers/forward.py", "stock_forward", "expect_autocast(model)", "pass"),
+        ("integrations/transformers/check.py", "InstalledForward._install_checked", "expect_autocast(model)", "pass"),
         ("integrations/transformers/mixed_precision.py", "below_mixed_precision", "_wrapped(original, autocast)", "original"),
         ("integrations/transformers/mixed_precision.py", "below_mixed_precision", "original.__func__ is not type(model).forward", "True"),
         ("integrations/transformers/mixed_precision.py", "below_mixed_precision", "model.forward != original", "True"),
@@ -868,6 +868,7 @@ GROUPS = {
         ("integrations/token_counts.py", "expect_mean_over_tokens", 'head_loss.reduction.startswith("seq-")', "False"),
     ],
     "test_trainers": [
+        ("integrations/transformers/check.py", "InstalledForward._install_checked", "not replaces", "True"),
         ("integrations/transformers/check.py", "evaluation", "module.reshard()", "pass"),
         ("integrations/trl.py", "", "stats.collision.detach().log()", "stats.collision.detach()"),
     ],
@@ -1297,6 +1298,7 @@ GROUPS = {
         ("head_loss/values.py", "_sorted", "padded.sort(-1, descending=True).values", "padded"),
     ],
     "test_policy_inputs": [
+        ("head_loss/checks.py", "expect_denominator", "denominator.dtype in (torch.bfloat16, torch.float16)", "False"),
         ("head_loss/policy_terms.py", "warn_of_another_clip", "not {*objectives} & {*counted}", "True"),
         ("head_loss/policy_terms.py", "_clip_of_metrics", "'sequences' in metric.inputs", "False"),
         ("head_loss/policy_terms.py", "_clip_of_objective", "per_token not in CLIP_LEVELS", "False"),
@@ -1532,7 +1534,6 @@ GROUPS = {
         ("meeting.py", "is_forwarded", "server.accept()[0].close()", "pass"),
         ("meeting.py", "is_forwarded", "return True", "return False"),
         ("meeting.py", "met", "ranks != given.ranks", "False"),
-        ("meeting.py", "met", "time.sleep(LINGER * given.has_store)", "pass"),
         ("meeting.py", "met", "missing and time.monotonic() > end", "False"),
         ("__main__.py", "join", "USED in reason", "False"),
         ("meeting.py", "expect_store", "left <= PAUSE", "True"),

@@ -181,17 +181,18 @@ def test_norm_and_gradients_are_those_of_the_unsharded_model(make, world_size, n
                 )
 
 
-def noisy(group, device):
-    """Replicated gradients that differ in the last bits, and a parameter without any."""
+def noisy(group, device, factor):
+    """The norm where replicated gradients differ by a factor, and a parameter has none."""
     model = plain(group, device)
-    model.body.weight.grad *= 1 + group.rank() * 2.0**-50
+    model.body.weight.grad *= 1 + group.rank() * factor
     model.body.bias.grad = None
     return clip_grad_norm_(model.parameters(), 1.0)
 
 
-def test_ranks_whose_replicated_gradients_differ_have_one_norm():
-    first, second = on_ranks(2, noisy)
-    assert torch.equal(first, second)
+@pytest.mark.parametrize("factor", [2.0**-50, 9.0])  # of rounding, and of a mistake
+def test_ranks_whose_replicated_gradients_differ_have_one_norm(factor):
+    first, second = on_ranks(2, noisy, factor)
+    assert torch.equal(first, second) and torch.allclose(first, on_ranks(2, noisy, 0.0)[0])
 
 
 # how one rank's call differs -> words of the error, after what must be equal

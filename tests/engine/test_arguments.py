@@ -74,9 +74,7 @@ TYPES = {
     # which is float64 to NumPy and float32 to torch
     "dtype must be a dtype, got str$": lambda: hl.topk_log_probs(ROW, 2, dtype="float"),
     "got logits, seed: write sample.* that no other draw": lambda: hl.sample(ROW, seed=0),
-    "got a DeviceMesh: pass mesh.get_group(name of a dimension)": lambda: hl.VocabShard.from_group(
-        DeviceMesh(), V
-    ),
+    "got a DeviceMesh: pass mesh.get_group": lambda: hl.VocabShard.from_group(DeviceMesh(), V),
     "mesh must be a torch.distributed.Dev": lambda: hl.VocabShard.from_mesh("tp", V),
     "parts must be a tuple or list, got dict": lambda: hl.combine_metrics({"a": X}),
     "metric 'a' must be a tensor, got int": lambda: hl.combine_metrics([{"a": 1}]),

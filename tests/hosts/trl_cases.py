@@ -359,6 +359,26 @@ def prepared(group):
             refused(lambda f=install: f(model), "del model.forward took its autocast off")  # noqa: B023
         del model._original_forward
         fuse_log_probs(model, temperature=0.5).remove()
+    # the head of a second trainer on a model that a first one has prepared
+    for bf16 in (True, False):
+        model = AutoModelForCausalLM.from_config(config_of())
+        add_fused_lm_head(model, temperature=0.5)
+        prepare(model)
+        add_fused_lm_head(model, temperature=2.0, outputs=("log_probs", "entropy"))
+        twin = copy.deepcopy(model)
+        if bf16:
+            prepare(twin)
+        expected = twin(**inputs)
+        fused = fuse_log_probs(model)
+        if bf16:
+            prepare(model)
+        out = model(**inputs)
+        assert "temperature=2.0, " in f"{fused}" and fused.calls == 1
+        for name, found in relative_errors(values_of(out), values_of(expected)).items():
+            assert found <= (2e-2 if bf16 else 1e-5), (bf16, name, found)
+        fused.remove()
+        for name, value in values_of(model(**inputs)).items():
+            assert torch.equal(value, values_of(expected)[name]), (bf16, name)
     # without TRL's head
     model = AutoModelForCausalLM.from_config(config_of())
     expected = model(**batch()).loss

@@ -436,3 +436,15 @@ def test_metrics_of_another_clip_than_the_objectives_are_a_warning(case):
         hl.HeadLoss(metrics=metrics)
         own = functools.partial(lambda stats: stats.lse)
         hl.HeadLoss(hl.Term("own", own), metrics=(metrics, hl.Metric(functools.partial(dict))))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_denominator_that_was_rounded_is_a_warning(dtype):
+    """As FSDP2's policy casts it."""
+    logits, labels = torch.zeros(2, 4), torch.tensor([0, 1])
+    with pytest.warns(UserWarning, match=f"denominator is {dtype}, which rounds counts"):
+        hl.HeadLoss()(logits, labels, denominator=torch.tensor(65.0).to(dtype))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for right in (65, torch.tensor(65), torch.tensor(65.0)):
+            hl.HeadLoss()(logits, labels, denominator=right)

@@ -413,6 +413,10 @@ MESSAGES = {
         lambda: PolicyGradient(rollout_weight=torch.ones(2, 3)),
         "must be True or False, got Tensor: the weights are an input of the call, inputs={..}",
     ),
+    "a class in the place of its object": (
+        lambda: tp_headloss.vocab_statistics(LOGITS, LABELS, transform=tp_headloss.Transform),
+        "got the class Transform: call it, Transform(..)",
+    ),
     "an id for each row of a mask": (
         lambda: tp_headloss.Sequences.from_ids(LABELS[:, 0], 2, LABELS >= 0),
         "got [2, 5]: for a sequence in each row pass ids[:, None].expand(2, 5)",

@@ -1,5 +1,6 @@
 """Checks of the arguments of one `HeadLoss` call."""
 
+import warnings
 from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any, NamedTuple, TypeAlias
@@ -205,6 +206,13 @@ def expect_denominator(
         raise ValueError(f"a denominator goes with a mean, got reduction={reduction!r}")
     if isinstance(denominator, torch.Tensor):
         SCALAR.check(name, denominator, {"device": (device, "logits")})
+        if denominator.dtype in (torch.bfloat16, torch.float16):
+            warnings.warn(
+                f"{name} is {denominator.dtype}, which rounds counts (was it cast, as FSDP2's "
+                "MixedPrecisionPolicy casts tensors that a module is given?): pass a number or a "
+                "tensor of integers",
+                stacklevel=3,
+            )
     elif not is_number(denominator):
         said = shown(denominator, array_hint(denominator))
         raise TypeError(f"{name} must be a number or a scalar tensor, got {said}")

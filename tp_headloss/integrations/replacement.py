@@ -46,8 +46,8 @@ class Replacement:
         self.entries = {}
 
     def remove(self):
-        """Put back what was in place before. RuntimeError if something else was installed on top of
-        this; where an entry was deleted, nothing is."""
+        """Put back what was in place before, on all ranks of the shard's group. RuntimeError if
+        something else was installed on top of this; where an entry was deleted, nothing is."""
         for name, entry in self.entries.items():
             found = self.place.get(name, entry)
             if found != entry:  # not by identity: accelerate puts an equal method back

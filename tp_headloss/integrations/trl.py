@@ -120,7 +120,8 @@ def fuse_log_probs(
         temperature: divides the logits; TRL's default is 1.0.
         cast_lm_head_to_fp32: True computes in fp32, from a copy of the rows if they are of another dtype; TRL's default
             is False.
-        outputs: fields of the output besides log_probs; TRL's default is ("log_probs",). Those of
+        outputs: fields of the output besides log_probs; TRL's default is ("log_probs",). The mean of
+            "mean_logits" leaves out logits of -inf. Those of
             TRL's head on this model must be among them, because its trainer reads them.
         linear: as in `transformers.fuse_head`.
         shard: as in `transformers.fuse_head`.

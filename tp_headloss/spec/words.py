@@ -45,6 +45,8 @@ def made_of_value(kind: type, value) -> str:
     or another library's dtype."""
     if kind is torch.dtype:
         return _dtype_of_torch(value)
+    if value is kind:
+        return f": call it, {kind.__name__}(..)"
     if isinstance(value, torch.Tensor):
         return getattr(kind, "of_tensor", "")
     if isinstance(value, str):

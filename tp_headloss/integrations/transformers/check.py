@@ -25,7 +25,7 @@ from ..replacement import Replacement, evaluating, replaced
 from . import copies
 from .forward import FUSED, stock_forward
 from .loss_function import CausalLMShardLoss
-from .mixed_precision import AUTOCAST_GOES_TOO, below_mixed_precision
+from .mixed_precision import AUTOCAST_GOES_TOO, below_mixed_precision, expect_autocast
 from .model_facts import config_transform, expect_own_loss, installed_shard, output_layer
 from .model_parts import HEAD_ARGUMENTS, body_of, refuse_auxiliary_loss, run_body
 
@@ -68,11 +68,14 @@ class InstalledForward(Replacement):
         self.model, self.shard, self.calls, self.checked = model, shard, 0, False
         self.checked_shard = installed_shard(model, shard)
         try:
-            if self._takes_place_of(self._before.get("forward")):
+            replaces = self._takes_place_of(self._before.get("forward"))
+            if replaces:
                 del model.forward
             with Agreement(Options(validate="full"), self.checked_shard) as agreement:
                 for name, value in given.items():
                     lines[name].check(name, value, {})
+                if not replaces:  # TRL's head of a later trainer lies on an earlier one's autocast
+                    expect_autocast(model)
                 self.stock_forward = stock_forward(model)
                 expect_own_loss(model)
                 own_transform = config_transform(model.config.get_text_config())

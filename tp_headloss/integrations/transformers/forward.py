@@ -9,7 +9,7 @@ import types
 from typing import Any
 
 from ..hooks import location
-from .mixed_precision import AUTOCAST_GOES_TOO, expect_autocast
+from .mixed_precision import AUTOCAST_GOES_TOO
 
 # attribute of a forward that computes its own loss, also behind the wrappers of others: the name of
 # its class
@@ -23,7 +23,6 @@ def stock_forward(model):
     owner = next(cls for cls in type(model).__mro__ if "forward" in vars(cls))
     stock = vars(owner)["forward"]
     own = vars(model).get("forward")
-    expect_autocast(model)
     if "_hf_hook" in vars(model):
         raise ValueError(
             "accelerate's hooks (device_map=, dispatch_model, cpu_offload) move the weights of "
