@@ -165,7 +165,7 @@ def expect_store(given: Job, seconds: float) -> None:
         time.sleep(PAUSE)
 
 
-def met(given: Job, seconds: float) -> dist.Store:
+def met(given: Job, seconds: float) -> dist.Store:  # pyright: ignore[reportPrivateImportUsage]
     """Return the store of a meeting where all ranks have come and expect equally many.
 
     Raises:
@@ -174,7 +174,7 @@ def met(given: Job, seconds: float) -> dist.Store:
             end.
     """
     wait = timedelta(seconds=seconds)
-    store = dist.TCPStore(
+    store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
         given.host, given.port, is_master=given.has_store, timeout=wait, wait_for_workers=False
     )
     store.set(f"{SIZE_OF_RANK}{given.rank}", str(given.ranks))

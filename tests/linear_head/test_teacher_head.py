@@ -461,7 +461,7 @@ def test_the_top_k_of_a_head(world_size):
         torch.testing.assert_close(
             top.log_probs.view(N, 7).double().cpu(), expected.values, rtol=2e-6, atol=2e-6
         )
-    with pytest.raises(ValueError, match="its own weight and transform"):
+    with pytest.raises(ValueError, match="its own weight, transform and temperature"):
         hl.topk_log_probs(hl.TeacherHead(teacher_hidden, teacher_weight), 7, weight=teacher_weight)
 
 

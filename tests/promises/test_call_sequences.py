@@ -19,6 +19,7 @@ FULL = bool(os.environ.get("TP_HEADLOSS_FULL"))
 COUNT = 40
 MODES = "grad", "grad", "grad", "no_grad", "inference", "autocast", "stream"
 CUDA = torch.cuda.is_available()
+OF_A_TERM = "ArithmeticError: a user's term"
 # one read and two launches may differ in the last bit of bf16, and which of both writes a gradient
 # depends on before
 TOLERANCE = 2**-7 if CUDA else 0.0
@@ -70,6 +71,7 @@ def test_calls_in_any_order_give_the_same(seed, backends, modes):
     calls = random_calls(seed, count, backends, modes)
     results = in_fresh_processes(calls, orders(seed, count))
     errors = Counter(result for result in results[0] if isinstance(result, str))
+    del errors[OF_A_TERM]  # the calls ask for these
     assert errors.total() < count // 2, errors
     expect_alike(calls, results)
 

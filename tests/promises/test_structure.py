@@ -438,7 +438,8 @@ def test_every_kernel_variant_compiles_ahead_of_time(name, capabilities, tmp_pat
     compiled, translated = map(
         int, re.search(r"compiled (\d+), translated (\d+), ", result.stdout).groups()
     )
-    assert compiled >= 20 * len(capabilities) and (translated > 20 or capabilities == AMD[:1])
+    assert compiled >= 20 * len(capabilities)
+    assert translated > 20 or FULL or capabilities == AMD[:1]
     from_90 = "linear_statistics_kernel", "linear_gradient_kernel"
     from_89 = ("turn_to_fp8_kernel",)
     served = {
