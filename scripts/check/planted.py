@@ -802,6 +802,7 @@ GROUPS = {
         ("integrations/transformers/fused_head.py", "FusedHead._forward", 'model_parts.denominator_of(head_loss, given.get("num_items_in_batch"), hidden.device)', "None"),
     ],
     "test_transformers test_trainers": [
+        ("integrations/transformers/check.py", "InstalledForward._install_checked", "not replaces", "True"),
         ("integrations/transformers/check.py", "InstalledForward._run_body", "hooks - known", "set()"),
         ("integrations/transformers/check.py", "_expect_no_hooks", "not is_from(hook, 'torch.distributed', 'transformers', 'deepspeed')", "False"),
         ("integrations/transformers/check.py", "InstalledForward._install_checked", "Agreement(Options(validate='full'), self.checked_shard)", "Agreement(Options(), self.checked_shard)"),
@@ -868,7 +869,6 @@ GROUPS = {
         ("integrations/token_counts.py", "expect_mean_over_tokens", 'head_loss.reduction.startswith("seq-")', "False"),
     ],
     "test_trainers": [
-        ("integrations/transformers/check.py", "InstalledForward._install_checked", "not replaces", "True"),
         ("integrations/transformers/check.py", "evaluation", "module.reshard()", "pass"),
         ("integrations/trl.py", "", "stats.collision.detach().log()", "stats.collision.detach()"),
     ],

@@ -9,7 +9,8 @@ import torch
 if TYPE_CHECKING:
     from .trial import Labels, Trial
 
-# Each step is taken once and twice. Rounding grows with logits, so that larger ones have a wider step.
+# Each step is taken once and twice. Rounding grows with logits, so that larger ones have a wider
+# step.
 STEP, LARGER_STEP = 4e-3, 4e-2
 # Relative to the largest slope: how far apart those of two steps, or of both sides, may be
 LARGER_TOLERANCE = 1e-2

@@ -40,7 +40,7 @@ def ids_that_differ(family: Family, width: int) -> list[int]:
 
 
 def tables(family: Family, width: int) -> list[tuple[str, torch.Tensor, int]]:
-    """Return what may have a number for each id, with names: tensors, and dimensions of them that are
+    """Return names, tensors and dimensions of what may have a number for each id: those that are
     longer than `width`."""
     return [
         (name, x, dim)

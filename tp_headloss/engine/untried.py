@@ -1,5 +1,5 @@
-"""Tries of a new family at larger numbers than those of `trial` and at ties, and warnings of what no
-try has seen."""
+"""Tries of a new family at larger numbers than those of `trial` and at ties, and warnings of what
+no try has seen."""
 
 from __future__ import annotations
 

@@ -279,7 +279,7 @@ class VocabShard:
         of_padding = self.width - self.valid_width
         if self.world_size > 1 and size in (self.vocab_size, self.padded_size):
             said = f": of the whole vocabulary? Pass its [{place}shard.start:shard.stop]"
-            return said if has_rows else f"{said}, or a DTensor beside one"
+            return said if has_rows else f"{said}, beside DTensor logits a DTensor"
         if 0 < self.width - size == of_padding:
             pad = f"0, {of_padding}" if is_vector or not has_rows else f"0, 0, 0, {of_padding}"
             ids = f"{self.start} to {self.start + self.valid_width - 1}"

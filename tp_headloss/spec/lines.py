@@ -196,10 +196,10 @@ class Instance:
     """An object of a class.
 
     One that has `tokens_like` must be of the same tokens [..] as other arguments. A class may have
-    a `remedy`, for errors about misplaced objects of it, an `of_tensor`, an `of_text`, an `of_list`,
-    an `of_int` and an `of_float`, for a tensor, a string, a list and a number in its place, and a
-    `made_of`, classes of the parts that its constructor takes, for parts in its place. An `of_tokens` is for one of as
-    many tokens in another shape.
+    a `remedy`, for errors about misplaced objects of it, an `of_tensor`, an `of_text`, an
+    `of_list`, an `of_int` and an `of_float`, for a tensor, a string, a list and a number in its
+    place, and a `made_of`, classes of the parts that its constructor takes, for parts in its place.
+    An `of_tokens` is for one of as many tokens in another shape.
 
     Args:
         fields: those that must not be None, which the object's own `expect` looks at.

@@ -41,12 +41,12 @@ OF_FUSED_HEAD = (
 OF_TEACHER_HEAD = ": hidden states of the teacher? Pass TeacherHead(hidden, weight)"
 OF_TEACHER_LOGITS = ": hidden states of the teacher? Pass Teacher(F.linear(hidden, its weight))"
 CASTS = {"int64 or int32": ".long()", "real numbers": ".float()"}
-# .bool() would make True of labels of -100, and of the -inf of a mask that is added to scores
 OF_LIST = ": write torch.tensor(..), of tensors torch.stack(..)"
 OF_UNEVEN_LISTS = (
-    ": write x = torch.zeros(mask.shape); x[mask] = torch.tensor([a for row in .. for a in row]), with "
-    "the mask of the tokens that the lists are of"
+    ": write x = torch.zeros(mask.shape); x[mask] = torch.tensor([a for row in .. for a in row]), "
+    "with the mask of the tokens that the lists are of"
 )
+# .bool() would make True of labels of -100, and of the -inf of a mask that is added to scores
 OF_A_MASK = ": of a mask of 0 and 1 pass mask != 0"
 OF_LABELS = ", of labels labels != -100"
 OF_LABEL_MASK = ": ids, not a mask (torch.where(mask, labels, -100), or mask.nonzero()[:, 0])"
