@@ -1534,7 +1534,6 @@ GROUPS = {
         ("meeting.py", "is_forwarded", "server.accept()[0].close()", "pass"),
         ("meeting.py", "is_forwarded", "return True", "return False"),
         ("meeting.py", "met", "ranks != given.ranks", "False"),
-        ("meeting.py", "met", "missing and time.monotonic() > end", "False"),
         ("__main__.py", "join", "USED in reason", "False"),
         ("meeting.py", "expect_store", "left <= PAUSE", "True"),
     ],
