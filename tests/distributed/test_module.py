@@ -522,6 +522,9 @@ def test_a_matrix_of_other_rows_is_refused_with_the_numbers_there_may_be():
     words = "this rank's 16 rows or the whole vocabulary's 11 or 16, got 8\n"
     with pytest.raises(RuntimeError, match=words):
         head.load_state_dict({"weight": torch.zeros(8, 2)})
+    transposed = r"got 2: a matrix \[H, V\] has to be transposed, \.t\(\)"
+    with pytest.raises(RuntimeError, match=transposed):
+        head.load_state_dict({"weight": torch.zeros(2, 11)})
 
 
 def empty_shard(group, device):

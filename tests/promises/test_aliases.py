@@ -429,6 +429,10 @@ MESSAGES = {
         lambda: from_vllm([[None, [3]]]),
         "got one of None, ..: a token without a set has every id, range(vocab_size), or is left out",
     ),
+    "a completion without sets": (
+        lambda: from_vllm([None]),
+        "or a list of ids per token, got None: ask the engine for it, return_sampling_mask=True",
+    ),
     "sets of one completion": (
         lambda: from_vllm([[3, 42], [7]]),
         "got one of 3, ..: of one completion write [lists]",

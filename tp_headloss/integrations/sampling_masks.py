@@ -103,6 +103,8 @@ def _completion_sets(mask) -> IdSets:
 
 def _hint_of_row(ids) -> str:
     """Return what to write for what stands in the place of a list of ids per token."""
+    if ids is None:
+        return ": ask the engine for it, return_sampling_mask=True"
     if isinstance(ids, Iterable) and any(row is None for row in ids):
         return ": a token without a set has every id, range(vocab_size), or is left out by scatter"
     return ": of one completion write [lists]"

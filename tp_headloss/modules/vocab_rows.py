@@ -339,7 +339,7 @@ def _own_rows(given: Any, own, shard: VocabShard, metadata: dict) -> tuple[str, 
         if is_dtensor(given) or own.device_mesh.ndim > 1:
             return "", entry
     if rows not in whole and (is_dtensor(given) or rows != shard.width):
-        return _why_not_rows(rows, whole, shard), entry
+        return _why_not_rows(given, own, whole, shard), entry
     given = _cut(given, shard)
     return "", as_dtensor(given, shard, own.device_mesh) if is_dtensor(own) else given
 
@@ -356,10 +356,14 @@ def _cut(given: Any, shard: VocabShard) -> torch.Tensor:
     return rows
 
 
-def _why_not_rows(rows: int, whole: set[int], shard: VocabShard) -> str:
-    """Return why so many rows are neither this rank's nor the whole vocabulary's."""
-    padded = rows > shard.vocab_size
-    said = f": cut another padding off, [:{shard.vocab_size}]" * padded
+def _why_not_rows(given: torch.Tensor, own, whole: set[int], shard: VocabShard) -> str:
+    """Return why an entry's rows are neither this rank's nor the whole vocabulary's."""
+    rows = given.shape[0] if given.dim() else 0
+    said = ""
+    if given.dim() == own.dim() == 2 and rows == own.shape[1]:
+        said = ": a matrix [H, V] has to be transposed, .t()"
+    elif rows > shard.vocab_size:
+        said = f": cut another padding off, [:{shard.vocab_size}]"
     numbers = " or ".join(map(str, sorted(whole)))
     return (
         f"must have this rank's {shard.width} rows or the whole vocabulary's {numbers}, got "
