@@ -1,5 +1,7 @@
 """Makes the tensors of a generated case (`strategies.Case`) and runs it on a rank."""
 
+import contextlib
+
 import torch
 import torch.nn.functional as F
 from odd_outcome import lay_out
@@ -186,12 +188,25 @@ def scalar(name, x):
     )
 
 
-def run_case(group, device, case, linear=None):
+@contextlib.contextmanager
+def torch_defaults(dtype: torch.dtype | None = None, device: str | None = None):
+    """Other defaults of torch's for new tensors, within; None leaves one as it is."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype or before)
+    try:
+        with torch.device(device) if device else contextlib.nullcontext():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def run_case(group, device, case, linear=None, defaults=(None, None)):
     """One rank: statistics or head, backward, inputs unmodified. -> values [N] by name, gradients,
     flat.
 
     linear: a mode of `Linear`: the same of the logits of random hidden states and weights
-    instead."""
+    instead.
+    defaults: of torch, for the calls alone."""
     p = build(case)
     rank = 0 if group is None else torch.distributed.get_rank(group)
     shard = make_shard(case, group, rank)
@@ -270,10 +285,11 @@ def run_case(group, device, case, linear=None):
         given = {name: inputs[name] for name in needed & set(inputs)}
         given |= {"teacher": teacher} if "teacher" in needed else {}
         given |= {"sets": sets} if sets is not None else {}
-        result = (head.linear if linear else head)(
-            *operands, labels, shard=shard, token_weight=token_weight, denominator=case.denominator,
-            transform=transform, inputs=given, **more,
-        )  # fmt: skip
+        with torch_defaults(*defaults):
+            result = (head.linear if linear else head)(
+                *operands, labels, shard=shard, token_weight=token_weight, denominator=case.denominator,
+                transform=transform, inputs=given, **more,
+            )  # fmt: skip
         stats, loss = result.stats, result.loss
         out = {
             "loss": loss,
@@ -285,14 +301,16 @@ def run_case(group, device, case, linear=None):
             [torch.linspace(-1, 2, n, device=device).view(loss.shape) if loss.dim() else None],
         )
     else:
-        stats = (hl.linear_vocab_statistics if linear else hl.vocab_statistics)(
-            *operands, labels, shard=shard, want=case.want, transform=transform, teacher=teacher, sets=sets,
-            ids=moved(p["ids"]) if case.given_ids else None, total_weight=weight, ignore_index=case.ignore_index,
-            options=options, **more,
-        )  # fmt: skip
+        with torch_defaults(*defaults):
+            stats = (hl.linear_vocab_statistics if linear else hl.vocab_statistics)(
+                *operands, labels, shard=shard, want=case.want, transform=transform, teacher=teacher, sets=sets,
+                ids=moved(p["ids"]) if case.given_ids else None, total_weight=weight,
+                ignore_index=case.ignore_index, options=options, **more,
+            )  # fmt: skip
         losses = [scalar(name, getattr(stats, name)) for name in case.upstream]
         grads = list(upstream.values())
-    gradients = torch.autograd.grad(losses, operands + ([] if bias is None else [bias]), grads)
+    with torch_defaults(*defaults):
+        gradients = torch.autograd.grad(losses, operands + ([] if bias is None else [bias]), grads)
     for x, kept, version in before:
         assert bits_equal(x.detach(), kept) and x._version == version, "an input was written"
     names = [

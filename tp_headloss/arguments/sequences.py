@@ -327,7 +327,7 @@ class Sequences(MadeWhole):
                 "reduction 'seq-mean-token-sum-norm' needs a horizon, got None: write "
                 "Sequences.from_mask(mask, horizon=L)"
             )
-        return self.counted / self.horizon, self.count
+        return self.counted.float() / self.horizon, self.count
 
     def _poisoned(self, values):
         """Values unchanged, or all NaN if bounds or lengths are invalid."""

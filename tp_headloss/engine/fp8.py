@@ -71,7 +71,7 @@ class LargeEntries(NamedTuple):
     def none(cls, tokens: int, device: torch.device) -> LargeEntries:
         """No entries of so many tokens yet."""
         columns = torch.full((tokens, MOST), NOWHERE, dtype=torch.int32, device=device)
-        gradients = torch.empty((tokens, MOST), device=device)
+        gradients = torch.empty((tokens, MOST), dtype=torch.float32, device=device)
         return cls(columns, gradients, torch.zeros(tokens, dtype=torch.int32, device=device))
 
     def of_tokens(self, here: slice) -> LargeEntries:

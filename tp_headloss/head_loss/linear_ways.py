@@ -236,7 +236,7 @@ def linear_output(
 def known_output(out: HeadLossOutput, order: ValidTokens) -> HeadLossOutput:
     """Return the output with losses, sums and count of NaN, if more tokens are valid than
     `Linear.max_valid_tokens`."""
-    known = torch.where(order.missing, torch.nan, 1.0)
+    known = torch.ones_like(out.loss).masked_fill(order.missing, torch.nan)
     sums: dict[str, Any] = {
         field: {name: x * known for name, x in getattr(out, field).items()}
         for field in ("terms", "metrics", "sequence_metrics", "term_counts")

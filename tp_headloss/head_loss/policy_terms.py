@@ -321,9 +321,9 @@ def call_with_one_token(function, inputs: tuple[str, ...]):
 
     Options that the function refuses are so refused where they are written.
     """
-    zero = torch.zeros(1, 1)
+    zero = torch.zeros(1, 1, dtype=torch.float32, device="cpu")
     stats = VocabStatistics._make([zero] * len(VocabStatistics._fields))._replace(
-        valid=torch.ones(1, 1, dtype=torch.bool)
+        valid=torch.ones_like(zero, dtype=torch.bool)
     )
     given = {
         name: Sequences.from_mask(stats.valid) if name == "sequences" else zero for name in inputs

@@ -108,7 +108,7 @@ class CallLoss:
         temperature = x.student_temperature_or_default
         if isinstance(temperature, torch.Tensor):
             return temperature.detach().expand(labels.shape)
-        return torch.full(labels.shape, temperature, device=labels.device)
+        return torch.full(labels.shape, temperature, dtype=torch.float32, device=labels.device)
 
 
 def fused_reduction(call: Call, example: torch.Tensor, backend: str) -> FusedReduction | str:

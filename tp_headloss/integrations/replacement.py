@@ -110,6 +110,11 @@ def evaluating(model: torch.nn.Module):
             module.training = True
 
 
+def normal(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Return random numbers of a CPU generator, whatever torch's default dtype and device are."""
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+
+
 def expect_close(
     name: str, found: torch.Tensor, expected: torch.Tensor, compares: bool, hint: str = ""
 ):

@@ -117,5 +117,5 @@ def draft_soft_ce_topk(
 def _mean(values, mask, factor):
     """Mean of values [B, S] by SkyRL's weights and divisor."""
     total = mask.sum()
-    total = total if factor is None else torch.as_tensor(factor)
+    total = total if factor is None else torch.as_tensor(factor, device=values.device)
     return (values * mask).sum() / total.clamp(min=1.0)

@@ -216,9 +216,9 @@ def acc_and_loss(
     found = likeliest + model.draft_model.d2t[likeliest]
     correct, tokens = adapter.reduce_metrics(
         local_correct=((found == target_token_ids) * loss_mask.squeeze(-1)).sum(),
-        local_denom=loss_mask.sum().clamp_min(1e-6),
+        local_denom=loss_mask.sum().float().clamp_min(1e-6),
     )
-    positions = torch.tensor(float(likeliest.numel()), device=logits.device)
+    positions = torch.full((), likeliest.numel(), dtype=torch.float32, device=logits.device)
     return correct / tokens, rate, loss, correct, tokens, loss.detach(), positions
 
 

@@ -303,7 +303,7 @@ def compute_metrics(
     if target_weight is not None and weight is None:
         raise ValueError("target_weight needs weight, the draft's, got None")
     drafts, targets = logits[:, : logits.shape[1] - ttt_step], targets[:, ttt_step:]
-    mask = torch.ones(drafts.shape[:2], device=drafts.device)
+    mask = torch.ones(drafts.shape[:2], dtype=torch.float32, device=drafts.device)
     mask = mask if loss_mask is None else loss_mask[:, ttt_step:].to(mask.dtype)
 
     want = ["argmax", "total_variation", *(x for name in config for x in _LOSSES[name].want)]
@@ -324,14 +324,16 @@ def compute_metrics(
     metrics = {}
     for name, (value, total) in values.items():
         metrics[f"{name}_{ttt_step}_sum"] = value.detach().clone()
-        metrics[f"{name}_{ttt_step}_total"] = torch.as_tensor(total, device=loss.device).detach()
+        metrics[f"{name}_{ttt_step}_total"] = torch.as_tensor(
+            total, dtype=torch.float32, device=loss.device
+        ).detach()
     return loss, metrics
 
 
 def _accuracies(correct, mask, prev_correct, positions: int) -> dict[str, tuple]:
     """Tokens that are correct, after correct ones where that is known, and numbers of tokens:
     those of the mask, and those that were correct before."""
-    before = torch.full((), float(correct.numel()), device=correct.device)
+    before = torch.full((), correct.numel(), dtype=torch.float32, device=correct.device)
     if prev_correct is not None:
         so_far = prev_correct[:, :positions]
         before = so_far.sum().float()

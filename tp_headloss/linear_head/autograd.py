@@ -247,7 +247,7 @@ class OneSweep(torch.autograd.Function):
         # it is in the gradients; another one makes them NaN instead of wrong
         if ctx.upstream is not None:
             is_declared = upstream == ctx.upstream.to(upstream.dtype)
-            upstream = torch.where(is_declared, 1.0, torch.nan).to(upstream.dtype)
+            upstream = torch.ones_like(upstream).masked_fill(~is_declared, torch.nan)
             if main_grad is not None and ctx.once:
                 raise RuntimeError(
                     "with a declared upstream, dW went into main_grad once: there is no second "

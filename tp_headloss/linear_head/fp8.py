@@ -65,7 +65,7 @@ class Fp8Products:
         n, width = hidden.shape[0], padded(weight.shape[0])
         self.width, self.depth = weight.shape
         self.large = LargeEntries.none(n, hidden.device)
-        self.unit = torch.ones(n, device=hidden.device)
+        self.unit = torch.ones(n, dtype=torch.float32, device=hidden.device)
         self.seed = seed_of_call(request.tensors.labels)
         # of a block, of all tokens, and of the weight; None where nothing needs it
         self.rows: torch.Tensor | MaybeNone = None
@@ -114,7 +114,7 @@ class Fp8Products:
         if self.wanted.weight is None:
             return
         if self.of_uniform is None:
-            self.of_uniform = torch.zeros(self.depth, device=uniform.device)
+            self.of_uniform = torch.zeros(self.depth, dtype=torch.float32, device=uniform.device)
         for part, hidden in zip(uniform.split(TOKENS), self.hidden[here].split(TOKENS)):
             self.of_uniform += part @ hidden.float()
 

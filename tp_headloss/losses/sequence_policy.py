@@ -201,9 +201,7 @@ def vespo(
     log_w = sequences.spread(sequences.sum(log_r)).clamp(math.log(1e-8), LOG_RATIO_CLAMP)
     (k_positive, lambda_positive), (k_negative, lambda_negative) = shape
     positive = advantages >= 0
-    k, lambda_ = (
-        torch.where(positive, k_positive, k_negative),
-        torch.where(positive, lambda_positive, lambda_negative),
-    )
+    k = torch.full_like(log_w, k_negative).masked_fill(positive, k_positive)
+    lambda_ = torch.full_like(log_w, lambda_negative).masked_fill(positive, lambda_positive)
     phi = (lambda_ + k * log_w - lambda_ * log_w.exp()).exp()
     return -scaled(phi * advantages, log_prob)

@@ -313,7 +313,7 @@ def multi_token_targets(
     if cu_seqlens is not None and document_ids is not None:
         raise ValueError("documents must have cu_seqlens or document_ids, got both")
     labels = labels.long()
-    share = torch.full((1 + depths,), weight / depths, device=labels.device)
+    share = torch.full((1 + depths,), weight / depths, dtype=torch.float32, device=labels.device)
     share[:1].fill_(1.0)
     if cu_seqlens is not None:
         documents = Sequences.from_cu_seqlens(cu_seqlens, labels != ignore_index)

@@ -184,7 +184,7 @@ class VocabRows(nn.Module):
             # be correlated
             seed = random.Random(f"{self.init.seed} {first}").getrandbits(32)
             generator = torch.Generator(weight.device).manual_seed(seed)
-            block = torch.empty(INIT_ROWS, self.hidden_size, device=weight.device)
+            block = weight.new_empty(INIT_ROWS, self.hidden_size, dtype=torch.float32)
             block.normal_(0.0, self.init.std, generator=generator)
             low = max(first, shard.start)
             high = min(first + INIT_ROWS, end)

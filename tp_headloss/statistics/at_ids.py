@@ -56,6 +56,6 @@ def gradients_of_log_probs_at(
     upstream: torch.Tensor, ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Convert upstream gradients [N, K] to those of the logits at the ids [N, K] and of lse [N]."""
-    at = torch.where(ids == UNKNOWN, torch.where(upstream == 0, 0.0, torch.nan), upstream)
+    at = torch.where(ids == UNKNOWN, torch.where(upstream == 0, upstream, torch.nan), upstream)
     at = torch.where(ids == NONE, 0.0, at)
     return at, -at.sum(1)

@@ -48,7 +48,7 @@ class Memory:
         self.buffer, self.rank, self.timeout_ms = buffer, rank, timeout_ms
         self.control = torch.zeros(4 * (1 + FORECASTS), dtype=torch.int32, device=buffer.device)
         self.forecasts: dict[int, torch.Tensor] = {}  # parts of it, by their numbers
-        self.failed = torch.zeros(1, dtype=torch.int32).pin_memory()
+        self.failed = torch.zeros(1, dtype=torch.int32, device="cpu").pin_memory()
         own = self.control.data_ptr(), self.failed.data_ptr()
         self.addresses = (ctypes.c_uint64 * (2 + RANKS))(*own, *addresses)
         self.half = buffer.numel() // 8  # packets

@@ -79,7 +79,8 @@ def memory_of(request: Request, cuts: Cuts) -> Memory | None:
         return known[-1]
     if known is None or torch.cuda.is_current_stream_capturing():
         return None
-    buffer = torch.zeros(2 << max(numel - 1, 1 << 16).bit_length(), device=device)
+    elements = 2 << max(numel - 1, 1 << 16).bit_length()
+    buffer = torch.zeros(elements, dtype=torch.float32, device=device)
     try:
         known.append(Memory(buffer, [buffer.data_ptr()], 0, 60_000))
     except (OSError, AttributeError, RuntimeError) as error:
@@ -175,7 +176,7 @@ class Kind:
     def _outputs(self, layout, plan, function, rows: Rows) -> list[torch.Tensor]:
         """The kind of each output, for `empty_like`, the quickest way to allocate; expanded, so
         that they take no memory."""
-        like = torch.empty((), device=rows.device)
+        like = torch.empty((), dtype=torch.float32, device=rows.device)
         outputs = layout.empty_outputs(like, rows.n_rows, torch.float32)
         outputs += [like, like.new_empty(len(plan.statistics) + 1), like.new_empty(2).double()]
         if function:

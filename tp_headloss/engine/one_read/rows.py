@@ -198,7 +198,8 @@ def row_function(terms, vocab_size: int = 0, want: Iterable[str] = STATISTICS) -
     count = len(STATISTICS) + len(inputs) + len(terms)
     try:
         with _plain_torch():
-            graph = make_fx(traced)(*torch.zeros(count, 2).unbind(0)).graph
+            example = torch.zeros(count, 2, dtype=torch.float32, device="cpu")
+            graph = make_fx(traced)(*example.unbind(0)).graph
         source = _source(graph, len(terms), inputs)
     except (TypeError, AttributeError, RuntimeError, ValueError) as error:
         unknown = {name for term in terms for name in term.want} - {*STATISTICS}

@@ -19,7 +19,7 @@ from ...ranks.shard import VocabShard
 from ...spec import AnyOf, CheckedBy, Instance, checked
 from .. import require
 from ..hooks import is_from
-from ..replacement import Counted, evaluating, expect_close, replaced
+from ..replacement import Counted, evaluating, expect_close, normal, replaced
 from .head import MegatronHead, megatron_head
 from .layer import (
     LOSSES_OF,
@@ -301,12 +301,12 @@ def _check_call(model, head, fused) -> torch.Tensor:
     layer, group, weight = model.output_layer, model.output_layer.tp_group, _weight(model)
     generator, count = torch.Generator().manual_seed(0), 2 * group.size()
     depths = 1 + (getattr(model.config, "mtp_num_layers", None) or 0)
-    labels = torch.randint(
-        0, weight.shape[0] * group.size() - 1, (1, count), generator=generator
-    ).to(weight.device)
+    most = weight.shape[0] * group.size() - 1
+    labels = torch.randint(0, most, (1, count), generator=generator, device="cpu")
+    labels = labels.to(weight.device)
     # ignore_index may be an id, and would have no loss
     labels = labels + (labels == head.ignore_index)
-    hidden = torch.randn(depths * count, 1, weight.shape[1], generator=generator).to(weight)
+    hidden = normal((depths * count, 1, weight.shape[1]), generator).to(weight)
     if fused and layer.sequence_parallel:
         hidden = hidden.view(depths, group.size(), -1, *hidden.shape[1:])[:, group.rank()].flatten(
             0, 1

@@ -22,7 +22,7 @@ from ...spec import Size, checked
 from .. import require
 from ..megatron.layer import layer_shard, logits_transform, refuse_options
 from ..megatron.postprocess import TakenHidden, hidden_in_place_of_logits
-from ..replacement import Counted, expect_close, replaced
+from ..replacement import Counted, expect_close, normal, replaced
 from .functions import IGNORED_LABEL, LOWEST_TEMPERATURE
 from .heads import HiddenHead, LogitsHead, topk_distillation
 
@@ -176,8 +176,10 @@ class HeadLossEngine(MegatronEngineWithLMHead):
         generator, count = torch.Generator().manual_seed(0), CHECK_TOKENS * group.size()
         logits, taken = self._check_operands(model, count, generator)
         ids = logits.shape[-1] * group.size() if self.vocab_size is None else self.vocab_size
-        label = torch.randint(0, ids, (1, count), generator=generator).to(logits.device)
-        temperature = torch.linspace(0.5, 2.0, count, device=logits.device).unsqueeze(0)
+        label = torch.randint(0, ids, (1, count), generator=generator, device="cpu")
+        label = label.to(logits.device)
+        place = {"dtype": torch.float32, "device": logits.device}
+        temperature = torch.linspace(0.5, 2.0, count, **place).unsqueeze(0)
         wanted = {
             "calculate_sum_pi_squared": True,
             "calculate_entropy": False,
@@ -208,12 +210,12 @@ class HeadLossEngine(MegatronEngineWithLMHead):
             columns = (
                 CHECK_COLUMNS if self.vocab_size is None else -(-self.vocab_size // group.size())
             )
-            logits = torch.randn(1, count, columns * group.size(), generator=generator)
+            logits = normal((1, count, columns * group.size()), generator)
             return logits.split(columns, -1)[group.rank()].to(device), None
         layer, tied = model.output_layer, model.share_embeddings_and_output_weights
         refuse_options(model.config, layer)
         weight = model.shared_embedding_or_output_weight() if tied else layer.weight
-        hidden = torch.randn(count, 1, weight.shape[1], generator=generator).to(weight)
+        hidden = normal((count, 1, weight.shape[1]), generator).to(weight)
         logits = (
             F.linear(hidden, weight).transpose(0, 1).float() * logits_transform(model.config).scale
         )
