@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import difflib
 import os
+import shlex
 import sys
 from typing import NamedTuple
 
@@ -54,15 +55,21 @@ class Head(NamedTuple):
     """Sizes of a head whose vocabulary is shared by `tp` ranks."""
 
     tokens: int
-    vocab: int
+    vocab: int  # ids, without padding
     tp: int
     dtype: str  # of `DTYPES`
     hidden: int
+    padded_size: int | None = None  # columns of all ranks, padding included; None: vocab
+
+    @property
+    def columns(self) -> int:
+        """Columns of all ranks, padding included."""
+        return self.vocab if self.padded_size is None else self.padded_size
 
     @property
     def width(self) -> int:
-        """Ids of a rank."""
-        return -(-self.vocab // self.tp)
+        """Columns of a rank."""
+        return -(-self.columns // self.tp)
 
     @property
     def logits(self) -> int:
@@ -71,13 +78,13 @@ class Head(NamedTuple):
 
     @property
     def columns_of_one_read(self) -> int:
-        """Number that divides the ids, so that each rank's rows have whole vectors of 16 bytes."""
+        """Number that divides the columns, so that each rank's rows have whole vectors of 16 bytes."""
         return 16 // DTYPES[self.dtype] * self.tp
 
     @property
     def has_one_read(self) -> bool:
         """Whether one launch can serve these shards on a GPU for which it is."""
-        return self.tp <= 8 and self.vocab % self.columns_of_one_read == 0
+        return self.tp <= 8 and self.columns % self.columns_of_one_read == 0
 
     @property
     def has_one_sweep(self) -> bool:
@@ -122,8 +129,10 @@ def ways(head: Head, from_hidden: bool) -> list[Way]:
     def way(name: str, peak: int, moved: int, call: str) -> Way:
         return Way(name, max(peak, after) + PER_TOKEN * head.tokens, moved, gemms, call)
 
-    whole = head.tokens * head.vocab  # logits of all ranks, which a host gathers
+    whole = head.tokens * head.columns  # logits of all ranks, which a host gathers
     gathered = given if head.tp == 1 else f"gather({given})"
+    if head.columns > head.vocab:  # padding is no id
+        gathered += f"[:, :{head.vocab}]"
     each = DTYPES[head.dtype]  # log_softmax, its output's gradient and its input's exist at once
     found = [
         way(
@@ -197,7 +206,7 @@ def left_out(head: Head, from_hidden: bool) -> list[str]:
     needs = []
     if not head.has_one_read:
         needs.append(
-            "one read: at most 8 ranks, and ids (with padding) that are a multiple of "
+            "one read: at most 8 ranks, and ids, or a --padded-size, that are a multiple of "
             f"{head.columns_of_one_read}"
         )
     if from_hidden and not head.has_one_sweep:
@@ -280,9 +289,10 @@ def report(head: Head, from_hidden: bool, bandwidth: float | None, tflops: float
     assumed = f"{speeds[0]:g} TB/s ({origin[0]}; --bandwidth)"
     if from_hidden:
         assumed += f", {speeds[1]:g} TFLOP/s ({origin[1]}; --tflops)"
+    padded = "" if head.padded_size is None else f", padded_size={head.padded_size}"
     lines = [
-        f"{head.tokens} tokens x {head.vocab} ids in {head.dtype}, {head.logits / 2**20:.0f} MiB "
-        "of logits a rank",
+        f"{head.tokens} tokens x {head.vocab} ids{padded} in {head.dtype}, "
+        f"{head.logits / 2**20:.0f} MiB of logits a rank",
         f"memory: the peak beyond {beyond}, and beyond a main_grad",
         f"floor: at {assumed},",
         "  without communication; one read, and recompute's floor, are of an H100",
@@ -296,7 +306,7 @@ def report(head: Head, from_hidden: bool, bandwidth: float | None, tflops: float
         *(f"left out is {text}" for text in left_out(head, from_hidden)),
         f"least memory: {min(found, key=lambda way: way.memory).name}",
         f"shard = VocabShard.from_group({'None' if head.tp == 1 else 'group'}, "
-        f"vocab_size={head.vocab})",
+        f"vocab_size={head.vocab}{padded})",
     ]
     if head.tp > 1:
         made = f"head = VocabParallelHead({head.hidden}, shard, weight=weight)  # sums dH over the ranks"
@@ -351,7 +361,15 @@ def add_command(commands) -> argparse.ArgumentParser:
     )
     parser.add_argument("--tokens", type=positive, required=True, help="of a step, on a rank")
     parser.add_argument(
-        "--vocab", type=positive, required=True, help="ids, with padding where logits have it"
+        "--vocab",
+        type=positive,
+        required=True,
+        help="ids of the true vocabulary, such as len(tokenizer), without padding",
+    )
+    parser.add_argument(
+        "--padded-size",
+        type=positive,
+        help="columns of all ranks, where logits have padding, too (default --vocab)",
     )
     parser.add_argument(
         "--hidden",
@@ -384,12 +402,19 @@ def run(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
             parser.error(f"argument --{name}: needs --from hidden, got --from {given.start}")
     if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK") != "0":
         return
-    head = Head(given.tokens, given.vocab, given.tp, given.dtype, given.hidden or HIDDEN)
+    hidden = given.hidden or HIDDEN
+    head = Head(given.tokens, given.vocab, given.tp, given.dtype, hidden, given.padded_size)
+    if head.columns < head.vocab:
+        parser.error(
+            f"argument --padded-size: expected --vocab {head.vocab} or more, got {head.columns}"
+        )
+    if head.tp > head.vocab:
+        parser.error(f"argument --tp: expected at most --vocab {head.vocab} ranks, got {head.tp}")
     logits = head.tokens * head.width
     if logits > MOST_LOGITS:
         parser.error(
             "arguments --tokens and --vocab: expected the logits of one step on a rank, at most "
-            f"{MOST_LOGITS}, got {head.tokens} tokens x {head.width} ids = {logits}"
+            f"{MOST_LOGITS}, got {head.tokens} tokens x {head.width} columns = {logits}"
         )
     print(report(head, from_hidden, given.bandwidth, given.tflops))
 
@@ -417,3 +442,8 @@ def positive(text: str) -> int:
     if text.isdecimal() and 1 <= int(text) <= MOST:
         return int(text)
     raise argparse.ArgumentTypeError(f"expected a whole number from 1 to {MOST}, got {text!r}")
+
+
+if __name__ == "__main__":
+    options = shlex.join(sys.argv[1:])
+    Parser("tp_headloss.plan").error(f"expected python -m tp_headloss plan {options}")

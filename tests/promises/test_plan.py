@@ -87,12 +87,13 @@ def test_the_memory_is_what_the_call_allocates(dtype, from_hidden, name, monkeyp
     assert way.memory - MIB // 4 <= found <= way.memory + 2 * MIB, (found / MIB, way.memory / MIB)
 
 
-def run_as_printed(group, device, dtype, from_hidden):
+def run_as_printed(group, device, dtype, from_hidden, vocab):
     """Errors of loss and gradients of each call that the command prints, relative to those of
-    float64, by way."""
+    float64, by way. Of 4096 columns, those from vocab on are padding, with numbers that matter
+    where they are counted."""
     size, rank = (1, 0) if group is None else (group.size(), group.rank())
     head, generator, errors = (
-        plan.Head(512, 4096, size, dtype, 16),
+        plan.Head(512, vocab, size, dtype, 16, None if vocab == 4096 else 4096),
         torch.Generator().manual_seed(0),
         {},
     )
@@ -104,9 +105,10 @@ def run_as_printed(group, device, dtype, from_hidden):
         name: torch.randn(shape, generator=generator).to(DTYPES[dtype])
         for name, shape in shapes.items()
     }
-    labels = torch.randint(4096, (512,), generator=generator)
+    labels = torch.randint(vocab, (512,), generator=generator)
     exact = [x.double().requires_grad_() for x in whole.values()]
-    expected = F.cross_entropy(exact[0] @ exact[1].T if from_hidden else exact[0], labels)
+    columns = exact[0] @ exact[1].T if from_hidden else exact[0]
+    expected = F.cross_entropy(columns[:, :vocab], labels)
     grads = dict(zip(whole, torch.autograd.grad(expected, exact)))
 
     def local(name, x):
@@ -158,13 +160,16 @@ def run_as_printed(group, device, dtype, from_hidden):
 
 
 @pytest.mark.parametrize("from_hidden", [False, True])
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize(
+    "dtype, vocab", [("bf16", 4096), ("fp32", 4096), pytest.param("fp32", 3000, id="padded")]
+)
 @pytest.mark.parametrize("tp", [1, 2])
 def test_each_printed_call_has_the_loss_and_the_gradients_of_the_whole_vocabulary(
-    tp, dtype, from_hidden
+    tp, dtype, vocab, from_hidden
 ):
-    """A dH that is a rank's part alone is wrong by its own size."""
-    for errors in on_ranks(tp, run_as_printed, dtype, from_hidden):
+    """A dH that is a rank's part alone is wrong by its own size, and a loss that counts padding
+    by a part of it."""
+    for errors in on_ranks(tp, run_as_printed, dtype, from_hidden, vocab):
         ways = {way.name for way in plan.ways(plan.Head(512, 4096, tp, dtype, 16), from_hidden)}
         assert {name for name in ways if "one read" not in name} <= set(errors) <= ways
         assert max(errors.values()) < {"bf16": 2**-6, "fp32": 2**-18}[dtype], errors
@@ -340,6 +345,38 @@ def test_columns_of_the_table_never_run_together():
         assert float(time) == pytest.approx(plan.floor_ms(way, head, 1e-9, 1.0))
 
 
+@pytest.mark.parametrize("from_hidden", [False, True])
+def test_memory_and_floors_are_of_the_padded_size(from_hidden):
+    """Those of as many ids, whatever part of them is padding."""
+    unpadded = plan.ways(plan.Head(4096, 50304, 2, "bf16", 1024), from_hidden)
+    padded = plan.ways(plan.Head(4096, 50257, 2, "bf16", 1024, 50304), from_hidden)
+    assert [way[:4] for way in padded] == [way[:4] for way in unpadded]
+
+
+def test_the_printed_shard_has_ids_and_padding(run_here):
+    sizes = "plan", "--tokens", "8", "--vocab", "50257", "--padded-size", "50304"
+    code, said, error = run_here(*sizes)
+    assert code == 0, error
+    assert "8 tokens x 50257 ids, padded_size=50304 in bf16" in said
+    assert "shard = VocabShard.from_group(None, vocab_size=50257, padded_size=50304)\n" in said
+
+
+WITH_COMMANDS = [
+    path.relative_to(ROOT).with_suffix("")
+    for path in sorted((ROOT / "tp_headloss").rglob("*.py"))
+    if "import argparse" in path.read_text() and path.stem != "__main__"
+]
+
+
+@pytest.mark.parametrize("path", WITH_COMMANDS, ids=str)
+def test_a_module_that_is_run_in_the_place_of_its_command_says_what_to_write(path):
+    command = [sys.executable, "-m", ".".join(path.parts), "--tokens", "8", "--vocab", "10"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 2 and result.stdout == ""
+    meant = f"expected python -m tp_headloss {path.name} --tokens 8 --vocab 10\n"
+    assert result.stderr.endswith(meant), result.stderr
+
+
 SIZES = "--tokens", "8", "--vocab", "8"
 
 
@@ -364,6 +401,10 @@ SIZES = "--tokens", "8", "--vocab", "8"
     (("--verison", "plan", *SIZES), 2, "unrecognized arguments: --verison, did you mean --version?\n"),
     (("plan", *SIZES, "--form", "hidden"), 2, "plan: error: unrecognized arguments: --form hidden, did you mean"),
     (("plan", *SIZES, "more"), 2, "plan: error: unrecognized arguments: more\n"),
+    (("plan", *SIZES, "--padded-size", "7"), 2, "--padded-size: expected --vocab 8 or more, got 7\n"),
+    (("plan", *SIZES, "--padded-size", "8"), 0, "shard = "),
+    (("plan", *SIZES, "--tp", "9"), 2, "--tp: expected at most --vocab 8 ranks, got 9\n"),
+    (("plan", *SIZES, "--tp", "8"), 0, "shard = "),
     (("plan", *SIZES, "--hidden", "8"), 2, "argument --hidden: needs --from hidden, got --from logits"),
     (("plan", *SIZES, "--tflops", "8"), 2, "argument --tflops: needs --from hidden, got --from logits"),
 ])  # fmt: skip
