@@ -141,6 +141,56 @@ def environment() -> list[str]:
     return lines
 
 
+def matmul_precision() -> str:
+    """Return torch's precision of products in fp32."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # of programs that also set that of a backend by itself
+        return "set for a backend"
+
+
+def changed_settings() -> list[str]:
+    """Return those of torch's settings that are not torch's defaults, and change what losses
+    compute, or whether."""
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    device, dtype, precision = (
+        torch.get_default_device(),
+        torch.get_default_dtype(),
+        matmul_precision(),
+    )
+    settings = {
+        "gradients off": not torch.is_grad_enabled() and not torch.is_inference_mode_enabled(),
+        "inference mode on": torch.is_inference_mode_enabled(),
+        f"autocast on for {' and '.join(kinds)}": bool(kinds),
+        f"default device {device}": device.type != "cpu",
+        f"default dtype {dtype}": dtype != torch.float32,
+        f"float32 matmul precision {precision}": precision != "highest",
+    }
+    return [name for name, is_changed in settings.items() if is_changed]
+
+
+@contextlib.contextmanager
+def torch_defaults() -> Iterator[None]:
+    """Return a context in which torch's settings are its defaults, whatever the program, or a
+    sitecustomize, has set."""
+    dtype, precision = torch.get_default_dtype(), matmul_precision()
+    with contextlib.ExitStack() as within:
+        within.enter_context(torch.inference_mode(False))
+        within.enter_context(torch.enable_grad())
+        for kind in ("cpu", "cuda"):
+            within.enter_context(torch.autocast(kind, enabled=False))
+        if torch.get_default_device().type != "cpu":
+            within.enter_context(torch.device("cpu"))
+        torch.set_default_dtype(torch.float32)
+        torch.set_float32_matmul_precision("highest")
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
+            if precision in ("high", "medium"):
+                torch.set_float32_matmul_precision(precision)
+
+
 def symmetric_memory(device: torch.device, group: dist.ProcessGroup | None) -> str:
     """Return a line on symmetric memory in the group, after calls that have looked for it."""
     if group_size(group) == 1:
@@ -212,6 +262,21 @@ def self_check(device: torch.device, group: dist.ProcessGroup | None) -> dict[st
 
 def report(devices: list[torch.device], group: dist.ProcessGroup | None) -> tuple[list[str], bool]:
     """Return the lines of the report, and whether all checks passed on all ranks of the group."""
+    changed = changed_settings()
+    with torch_defaults():
+        lines, passed = report_within_defaults(devices, group)
+    if changed:
+        lines.append(
+            f"warning: this process starts with {', '.join(changed)}, maybe of a sitecustomize.py: "
+            "losses were checked with torch's defaults, and a training run is not"
+        )
+    return lines, passed
+
+
+def report_within_defaults(
+    devices: list[torch.device], group: dist.ProcessGroup | None
+) -> tuple[list[str], bool]:
+    """Return `report` without the settings of torch that it began with."""
     lines = environment()
     passed = not any(line.startswith("FAILED") for line in lines)
     if group is not None:

@@ -458,3 +458,69 @@ def test_the_oldest_versions_are_those_that_are_declared():
     config.read(ROOT / "setup.cfg")
     for name, oldest in __main__.NEEDED.items():
         assert f"{name}>={oldest}" in config["options"]["install_requires"]
+
+
+def set_up(of_image: str, tmp_path) -> str:
+    """What the check says in an image whose sitecustomize runs this line."""
+    (tmp_path / "sitecustomize.py").write_text(f"import torch; {of_image}\n")
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-m", "tp_headloss"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_settings_of_an_image_are_named_and_not_blamed_on_the_machine(tmp_path):
+    said = set_up(
+        "torch.set_grad_enabled(False); torch.set_default_device('meta'); "
+        "torch.set_default_dtype(torch.bfloat16); torch.autocast('cpu').__enter__(); "
+        "torch.set_float32_matmul_precision('high')",
+        tmp_path,
+    )
+    assert (
+        "warning: this process starts with gradients off, autocast on for cpu, default device meta, "
+        "default dtype torch.bfloat16, float32 matmul precision high, maybe of a sitecustomize.py"
+    ) in said
+
+
+@pytest.fixture
+def before():
+    dtype = torch.get_default_dtype()
+    yield
+    torch.set_default_dtype(dtype)
+    torch.set_default_device(None)
+    torch.set_grad_enabled(True)
+    torch.set_float32_matmul_precision("highest")
+
+
+SETTINGS = {
+    "gradients off": lambda: torch.set_grad_enabled(False),
+    "default device meta": lambda: torch.set_default_device("meta"),
+    "default dtype torch.float64": lambda: torch.set_default_dtype(torch.float64),
+    "float32 matmul precision medium": lambda: torch.set_float32_matmul_precision("medium"),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_setting_is_named_and_is_as_before_afterwards(name, before):
+    SETTINGS[name]()
+    lines, passed = __main__.report([torch.device("cpu")], None)
+    assert passed and lines[-1].startswith(f"warning: this process starts with {name}, maybe")
+    assert __main__.changed_settings() == [name]
+
+
+@pytest.mark.parametrize(
+    "name, within",
+    [
+        ("inference mode on", torch.inference_mode),
+        ("autocast on for cpu", lambda: torch.autocast("cpu", torch.bfloat16)),
+    ],
+)
+def test_a_mode_of_torch_is_named(name, within):
+    with within():
+        lines, passed = __main__.report([torch.device("cpu")], None)
+    assert passed and lines[-1].startswith(f"warning: this process starts with {name}, maybe")
+
+
+def test_no_setting_is_named_where_none_is_changed():
+    assert not any("warning" in line for line in __main__.report([torch.device("cpu")], None)[0])
