@@ -313,6 +313,11 @@ TRITON_ON_CPU = """
 import torch, tp_headloss as t
 t.vocab_statistics(torch.zeros(1, 4), options=t.Options(backend='triton'))
 """
+WORD_FOR_INTERPRETER = """
+import os; os.environ["TRITON_INTERPRET"] = "true"
+import torch, tp_headloss as t
+t.vocab_statistics(torch.zeros(1, 4), options=t.Options(backend='triton'))
+"""
 LATE_INTERPRETER = """
 import os, torch, triton.language, tp_headloss as t
 os.environ["TRITON_INTERPRET"] = "1"
@@ -341,7 +346,9 @@ FRESH = {  # a program -> how the last line ends that it writes
     "a cold import needs neither Triton nor CUDA": (COLD_IMPORT, "ok"),
     "the import asks for no default dtype": (DEFAULTS.format("set_default_dtype(torch.float64)"), BOUNDS),
     "the import asks for no default device": (DEFAULTS.format("set_default_device('meta')"), BOUNDS),
-    "Triton on a CPU is refused": (TRITON_ON_CPU, "ValueError: .*needs CUDA tensors.*"),
+    "Triton on a CPU is refused": (TRITON_ON_CPU, "ValueError: .*needs CUDA tensors.*, got cpu"),
+    "another word for an interpreter is refused": (
+        WORD_FOR_INTERPRETER, "ValueError: .*, got cpu and TRITON_INTERPRET=true, which is not taken for 1"),
     "an interpreter that comes too late is refused": (
         LATE_INTERPRETER, "ValueError: .*set after that: set it before Python starts"),
     "a second import is refused": (

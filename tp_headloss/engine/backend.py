@@ -75,8 +75,10 @@ def resolve_backend(name: str | None, device) -> str:
         return "triton" if device.type == "cuda" and torch.version.hip is None else "torch"
     if name == "triton" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         _expect_triton()  # which TRITON_INTERPRET=1 would need
+        value = os.environ.get("TRITON_INTERPRET")
+        said = "" if value is None else f" and TRITON_INTERPRET={value}, which is not taken for 1"
         raise ValueError(
-            f"backend='triton' needs CUDA tensors (or TRITON_INTERPRET=1), got {device.type}"
+            f"backend='triton' needs CUDA tensors (or TRITON_INTERPRET=1), got {device.type}{said}"
         )
     if name == "triton" and device.type != "cuda":
         _expect_interpreter()
