@@ -175,8 +175,7 @@ def torch_defaults() -> Iterator[None]:
     sitecustomize, has set."""
     dtype, precision = torch.get_default_dtype(), matmul_precision()
     with contextlib.ExitStack() as within:
-        within.enter_context(torch.inference_mode(False))
-        within.enter_context(torch.enable_grad())
+        within.enter_context(torch.inference_mode(False))  # turns gradients on, too
         for kind in ("cpu", "cuda"):
             within.enter_context(torch.autocast(kind, enabled=False))
         if torch.get_default_device().type != "cpu":

@@ -1504,7 +1504,6 @@ GROUPS = {
         ("version.py", "digest_of_sources", "path.relative_to(folder).as_posix()", "''"),
         ("__main__.py", "version_of_triton", "importlib.import_module('triton').__version__", "installed_version('triton')"),
         ("__main__.py", "torch_defaults", "within.enter_context(torch.inference_mode(False))", "pass"),
-        ("__main__.py", "torch_defaults", "within.enter_context(torch.enable_grad())", "pass"),
         ("__main__.py", "torch_defaults", "within.enter_context(torch.autocast(kind, enabled=False))", "pass"),
         ("__main__.py", "torch_defaults", "within.enter_context(torch.device('cpu'))", "pass"),
         ("__main__.py", "torch_defaults", "torch.set_default_dtype(dtype)", "pass"),
