@@ -6,6 +6,13 @@ ones no longer fit the package, and what to write instead. Code in a CUDA part i
 """
 
 GROUPS = {
+    "test_defaults_of_torch": [
+        ("arguments/sequences.py", "Sequences.aggregate", "self.counted.float() / self.horizon", "self.counted / self.horizon"),
+        ("losses/sequence_policy.py", "vespo", "torch.full_like(log_w, k_negative)", "torch.full(log_w.shape, k_negative)"),
+        ("modules/layers.py", "multi_token_targets", "torch.full((1 + depths,), weight / depths, dtype=torch.float32, device=labels.device)", "torch.full((1 + depths,), weight / depths, device=labels.device)"),
+        ("integrations/specforge.py", "acc_and_loss", "loss_mask.sum().float()", "loss_mask.sum()"),
+        ("integrations/speculators.py", "compute_metrics", "torch.ones(drafts.shape[:2], dtype=torch.float32, device=drafts.device)", "torch.ones(drafts.shape[:2], device=drafts.device)"),
+    ],
     "test_draft": [
         ("losses/draft.py", "lk_lambda", "acceptance_rate(stats).detach()", "acceptance_rate(stats)"),
         ("losses/draft.py", "lk_alpha", "acceptance_rate(stats).clamp(min=MIN_ACCEPTANCE)", "acceptance_rate(stats)"),
@@ -508,7 +515,7 @@ GROUPS = {
         ("head_loss/linear_ways.py", "_with_denominator", "call.labels != call.definition.ignore_index", "call.labels == call.labels"),
         ("ranks/comm.py", "reduce_hidden", 'world_size == 1 or how == "none" or grad.numel() == 0', "world_size == 1 or grad.numel() == 0"),
         ("linear_head/autograd.py", "MainGrad.gradient", "weight.grad_added_to_main_grad = True", "pass"),
-        ("linear_head/autograd.py", "OneSweep.backward", "torch.where(is_declared, 1.0, torch.nan).to(upstream.dtype)", "torch.ones_like(upstream)"),
+        ("linear_head/autograd.py", "OneSweep.backward", "torch.ones_like(upstream).masked_fill(~is_declared, torch.nan)", "torch.ones_like(upstream)"),
     ],
     "test_teacher_head": [
         ("engine/request.py", "TeacherOperands.block_dtype", "not self.teacher_rounded or self.cap or self.teacher_bias is not None", "self.cap or self.teacher_bias is not None"),
@@ -538,6 +545,7 @@ GROUPS = {
         ("head_loss/value_gradients.py", "value_gradients.gradients_for.gradients_of", "row if name not in grads else grads[name] + row", "row"),
     ],
     "test_module": [
+        ("modules/vocab_rows.py", "_why_not_rows", "rows == own.shape[1]", "False"),
         ("modules/vocab_rows.py", "VocabRows.__setattr__", "name == 'shard'", "False"),
         ("linear_head/sweeps.py", "_Rows.__init__", "max(0, min(valid, weight.shape[0]))", "weight.shape[0]"),
         ("linear_head/sweeps.py", "_Rows.multiply", "add or self.rest is not None", "add"),
@@ -771,6 +779,7 @@ GROUPS = {
         ("linear_head/sweeps.py", "statistics", "TRANSPORTS[request.facts.transport].default", 'TRANSPORTS["gather"].default'),
     ],
     "test_agreement": [
+        ("call/equal_results.py", "_expect_equal", "sums.keys() != every[0].keys()", "False"),
         ("call/agreement.py", "Agreement.record", "', '.join(inference_tensors('', facts))", "''"),
         ("call/agreement.py", "Agreement.record", "autocast_dtype(hidden.device.type)", "None"),
         ("linear_head/valid_tokens.py", "check_range", "gather_from_ranks(torch.stack([valid, unknown]).to(torch.uint8), group)", "torch.stack([valid, unknown])[None]"),
@@ -997,6 +1006,7 @@ GROUPS = {
         ("modules/marks.py", "marked_group", "not is_live_group(known(), name)", "False"),
     ],
     "test_aliases": [
+        ("integrations/sampling_masks.py", "_hint_of_row", "ids is None", "False"),
         ("spec/calls.py", "refuse_call", "isinstance(x, torch.return_types.topk)", "False"),
         ("spec/words.py", "made_of_value", "getattr(kind, 'of_list', '')", "''"),
         ("spec/lines.py", "AnyOf._made_of", "made_of_value(kind, value[0])", "''"),
@@ -1155,6 +1165,8 @@ GROUPS = {
         ("call/given_logits.py", "_are_probabilities", "total <= 1 + SUM_ROUNDING", "(total - 1).abs() <= SUM_ROUNDING"),
     ],
     "test_teacher_errors": [
+        ("spec/tensor_line.py", "TensorLine._transposed_hint", "dims < 2", "dims != 2"),
+        ("spec/tensor_line.py", "TensorLine._columns_hint", "not all(fits)", "False"),
         ("head_loss/definition.py", "_expect_one_teacher", "whole and topk", "False"),
         ("call/dtensor.py", "_layout_shard", "not is_student", "False"),
         ("call/dtensor.py", "_local_tensor", "f'teacher.{name}'", "name"),
@@ -1194,6 +1206,7 @@ GROUPS = {
         ("head_loss/checks.py", "check_call", "isinstance(denominator, torch.Tensor)", "False"),
     ],
     "test_mean_metrics": [
+        ("ranks/comm.py", "_stack", "(perplexity > 0)", "(perplexity < 0)"),
         ("ranks/comm.py", "reduce_metrics", "holds_sharing_ranks(group.group_name)", "False"),
         ("ranks/shard.py", "holds_sharing_ranks", "gc.collect()", "pass"),
         ("head_loss/evaluation.py", "_expect_metrics_of_counts", "name not in known", "False"),
@@ -1373,6 +1386,7 @@ GROUPS = {
         ("head_loss/output.py", "make_output", "expect_known_terms(call.functions, values, stats, call.token_weight)", "pass"),
     ],
     "test_registration_errors": [
+        ("engine/watched.py", "_add_note", '"tile" in given', "False"),
         ("engine/registration.py", "_owner_of_row", "owner in statistics.BUILT_IN", "False"),
         ("engine/registration.py", "_other_name", "name in others or name in OF_CARRIERS", "False"),
         ("engine/registration.py", "_hint_of_missing", "hint(other, names)", "''"),
@@ -1429,6 +1443,8 @@ GROUPS = {
         ("head_loss/linear_ways.py", "_block_loss.block_loss", "note_block(error, len(stats.lse), call.labels.shape)", "pass"),
     ],
     "test_terms": [
+        ("head_loss/evaluation.py", "evaluate", "not isinstance(value, torch.Tensor)", "value is None"),
+        ("head_loss/evaluation.py", "_metric_values", "not all(isinstance(value, torch.Tensor) for value in new.values())", "any(value is None for value in new.values())"),
         ("head_loss/definition.py", "_warn_of_constants", "isinstance(function, StatisticValue)", "False"),
         ("head_loss/definition.py", "_warn_of_constants", "names_stated('gradients') | {'target_logit'}", "names_stated('gradients')"),
     ],

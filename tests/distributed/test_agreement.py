@@ -764,6 +764,20 @@ def test_full_validation_compares_what_metrics_return():
     assert len({x.message for x in full}) == 1
 
 
+def metrics_of_each_rank(group, device):
+    shard = hl.VocabShard.from_group(group, V)
+    logits = torch.zeros(N, shard.width, device=device)
+    metric = hl.Metric(lambda stats: {f"of {group.rank()}": stats.lse})
+    head_loss = hl.HeadLoss(metrics=metric, options=hl.Options(validate="full"))
+    head_loss(logits, torch.arange(N, device=device), shard=shard)
+
+
+def test_full_validation_compares_the_names_of_metrics():
+    for x in on_ranks(2, metrics_of_each_rank, failures=True):
+        assert "metrics must be the same on all ranks, got " in x.message
+        assert "\"metric 'of 0'\"] on rank 0 and " in x.message
+
+
 def test_an_error_of_a_term_on_one_rank_is_the_same_exception_on_all():
     full = on_ranks(2, values_of_each_rank, "an error", "logits", "full", failures=True)
     assert {x.kind for x in full} == {"RuntimeError"}

@@ -173,7 +173,7 @@ ORDERED = {
 CONSTRUCTORS |= {
     hl.IdSets.cat: {"parts": [hl.IdSets(IDS)], "dim": 0},
     hl.IdSets.stack: {"parts": [hl.IdSets(IDS)], "dim": 0},
-    hl.Sequences.from_mask(MASK).aggregate: {"reduction": "seq-mean-token-mean"},
+    hl.Sequences.from_mask(MASK, horizon=3).aggregate: {"reduction": "seq-mean-token-sum-norm"},
     sequences_of: {
         "mask": MASK,
         **ORDERED,

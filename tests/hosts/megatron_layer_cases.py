@@ -104,7 +104,7 @@ def attributes_that_are_set_later(group):
         refused(lambda: setattr(installed.head, name, None), said, AttributeError)  # noqa: B023
     for name in ("ignor_index", "label_smoothing", "weight"):
         refused(lambda: setattr(installed.head, name, 1), f"new '{name}'", AttributeError)  # noqa: B023
-    refused(lambda: setattr(installed, "head", head_of()), "head", AttributeError)
+    refused(lambda: setattr(installed, "head", head_of()), "call remove()", AttributeError)
     run(model)
     return {}
 

@@ -152,6 +152,7 @@ def test_what_is_uniform_is_exact(backend, device):
     assert_close(found[1][H:], exact[1][H:])
 
 
+@pytest.mark.interpreted_only(terms=["smoothing"])
 @pytest.mark.parametrize("terms", ["cross-entropy", "smoothing"])
 def test_ids_of_padding_take_no_part(terms, backend, device):
     hidden, weight, labels = problem(device)
@@ -195,6 +196,7 @@ def test_main_grad_gets_it_in_fp32(backend, device):
         assert_close(owner.main_grad - 1, expected)
 
 
+@pytest.mark.interpreted_only(terms=["smoothing"])
 @pytest.mark.parametrize("terms", ["z-loss", "smoothing"])
 def test_blocks_have_the_results_of_one_block(terms, backend, device, monkeypatch):
     hidden, weight, labels = problem(device)

@@ -480,6 +480,15 @@ def test_means_in_a_plain_dict_are_not_added_up():
         assert list(hl.reduce_metrics(sums, None)) == list(sums)
 
 
+def test_a_mean_perplexity_in_a_dict_of_ones_own_is_not_added_up():
+    out = hl.HeadLoss(metrics=("perplexity",))(torch.zeros(2, 4), torch.tensor([0, 3]))
+    mean = {"perplexity": out.means()["perplexity"]}
+    for add in (lambda: hl.combine_metrics([mean, mean]), lambda: hl.reduce_metrics(mean, None)):
+        with pytest.raises(ValueError, match=r"got a 'perplexity' above 0, .* it is a mean, whose"):
+            add()
+    assert hl.combine_metrics([out.metrics])["perplexity"] < 0
+
+
 def test_means_are_no_number():
     means = hl.HeadLoss()(torch.zeros(2, 4), torch.tensor([0, 3])).means()
     said = r"got means by name, \['loss', 'loss/cross_entropy'\]: take one, such as \['loss'\]"

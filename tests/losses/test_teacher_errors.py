@@ -77,6 +77,12 @@ MISPLACED = {
     "one column": (lambda: hl.Teacher(LOGITS, torch.full((N, 1), 2.0)), "pass its .reshape(4)"),
     "of no token": (lambda: hl.Teacher(LOGITS[0], torch.full((1,), 2.0)), "pass its .reshape(())"),
     "transposed": (lambda: distilled(hl.Teacher(LOGITS.T)), "transposed? Pass its .T"),
+    "sequences transposed": (
+        lambda: hl.HeadLoss([hl.Distillation()])(
+            LOGITS[None], LABELS[None], inputs={"teacher": hl.Teacher(LOGITS.T[None])}
+        ),
+        "transposed? Pass its .transpose(-1, -2)",
+    ),
     "entries": (
         lambda: distilled(hl.TopKTeacher(TOP.ids.T, TOP.log_probs.T), hl.TopKDistillation()),
         "transposed? Pass its .T",

@@ -145,6 +145,15 @@ def test_a_statistic_that_nobody_wants_is_named_where_a_term_uses_it():
         hl.HeadLoss(metrics=hl.Metric(lambda s: {"entropy": s.entropy}))(x, labels)
 
 
+def test_a_statistic_that_nobody_wants_is_named_where_it_is_compared_with_a_number():
+    """`None == 1` is False, and no error of Python's."""
+    x, labels, *_ = rows()
+    with pytest.raises(ValueError, match=r"a metric uses the statistics \['rank'\]"):
+        hl.HeadLoss(metrics=hl.Metric(lambda s: {"greedy": s.rank == 1}))(x, labels)
+    with pytest.raises(ValueError, match=r"term 'mine' uses the statistics \['rank'\]"):
+        hl.HeadLoss([hl.Term("mine", lambda s: s.rank == 1)])(x, labels)
+
+
 def read_elsewhere(stats):
     return stats.entropy
 

@@ -591,6 +591,10 @@ MESSAGES = {
         ),
         "such tokens: negated? Pass log-probs, which are never above 0",
     ),
+    "hidden states of a CausalLMLoss": (
+        lambda: CausalLMLoss().linear(LOGITS, LOGITS, LABELS),
+        "got hidden states: call HeadLoss.linear, with labels that you move yourself, torch.nn.",
+    ),
     "an input that CausalLMLoss cannot move": (
         lambda: CausalLMLoss(HeadLoss(PolicyGradient("reinforce")))(
             LOGITS, LABELS, inputs={"advantages": LOGITS[..., 0]}

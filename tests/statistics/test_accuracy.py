@@ -6,7 +6,7 @@ import pytest
 import torch
 from known import PLAIN, TRAINED
 
-from tp_headloss import Options, Transform, vocab_statistics
+from tp_headloss import Options, Teacher, Transform, vocab_statistics
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = [(v, dtype) for v in (1, 17, 1000, 32003, 50257, 65537) for dtype in DTYPES]
@@ -186,6 +186,35 @@ def test_the_lowest_id_wins_a_tie_whichever_tile_is_read_last(label, options, de
     )
     assert stats.argmax.item() == (5 if label >= 0 else -1)
     assert not stats.correct.item()
+
+
+@pytest.mark.parametrize("apart", [0.0, 60.0, 2000.0])
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl"])
+def test_a_kl_between_logits_that_lie_apart(divergence, apart, options, device):
+    """docs/theory.md: off by up to twice the distance, in units of roundoff."""
+    generator = torch.Generator().manual_seed(0)
+    student, teacher = 2 * torch.randn(2, 16, 500, generator=generator)
+    student, teacher = student + apart / 2, teacher - apart / 2
+    x = student.clone().to(device).requires_grad_()
+    stats = vocab_statistics(
+        x,
+        torch.zeros(16, dtype=torch.int64, device=device),
+        want=(divergence,),
+        teacher=Teacher(teacher.to(device)),
+        options=options,
+    )
+    found = getattr(stats, divergence)
+    found.sum().backward()
+    z = student.double().requires_grad_()
+    log_p, log_q = z.log_softmax(-1), teacher.double().log_softmax(-1)
+    if divergence == "forward_kl":
+        log_p, log_q = log_q, log_p
+    expected = (log_p.exp() * (log_p - log_q)).sum(-1)
+    expected.sum().backward()
+    error = (x.grad.double().cpu() - z.grad).abs().amax() / z.grad.abs().amax()
+    allowed = (2 * apart + 100) * U
+    assert error < allowed
+    assert (found.double().cpu() - expected).abs().max() < allowed
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -517,6 +517,16 @@ def test_an_error_of_a_method_has_a_note_that_names_the_method():
         assert "in Own.local(tile, softmax, rows)" in caught.value.__notes__[0]
 
 
+def test_an_error_of_a_table_that_was_not_cut_says_how_to_cut_it():
+    def local(self, tile, softmax, rows):
+        return {"own_0": (tile.z * torch.arange(20.0)).sum(-1)}
+
+    with pytest.raises(RuntimeError) as caught, registered(family_with(local=local)):
+        pass
+    if sys.version_info >= (3, 11):
+        assert "table[tile.first_id : tile.first_id + " in caught.value.__notes__[0]
+
+
 def test_methods_may_call_each_other_by_names_of_arguments():
     def merge(self, rows, merging):
         found = self.rescale(rows, drop=merging.drop, factor=merging.factor)

@@ -55,10 +55,16 @@ class EqualResults:
 
 
 def _expect_equal(every: tuple[dict[str, float], ...], atol: float):
-    """Raise ValueError on all ranks if the sums of two ranks differ by more than rounding."""
+    """Raise ValueError on all ranks if ranks have sums of other names, or two ranks' sums differ by
+    more than rounding."""
     for rank, sums in enumerate(every):
+        if sums.keys() != every[0].keys():
+            raise ValueError(
+                f"terms and metrics must be the same on all ranks, got {[*every[0]]} on rank 0 and "
+                f"{[*sums]} on rank {rank}: a function returns values of other names there"
+            )
         for called, first in every[0].items():
-            other = sums.get(called, math.nan)
+            other = sums[called]
             is_nan = math.isnan(first) and math.isnan(other)
             if is_nan or math.isclose(first, other, rel_tol=TOLERANCE, abs_tol=atol):
                 continue

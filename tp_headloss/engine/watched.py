@@ -146,6 +146,11 @@ def _add_note(error: Exception, called: str, given: dict[str, Any]) -> None:
     shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in tensors.items())
     absent = [name for name, x in fields.items() if x is None]
     without = f" (without labels, so that {absent[0]} is None)" if absent else ""
+    if "must match the size of tensor" in str(error) and "tile" in given:
+        without += (
+            "; a table of all ids, whole on every rank, is read as "
+            "table[tile.first_id : tile.first_id + tile.z.shape[1]]"
+        )
     error.add_note(
         f"in {called}({', '.join(given)}), which register_statistic tries with {shapes or 'rows'}"
         f"{without}"

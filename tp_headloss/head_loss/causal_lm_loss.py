@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import nn
@@ -35,11 +35,10 @@ class CausalLMLoss(nn.Module):
         tensor(2.)
     """
 
+    moved = "torch.nn.functional.pad(labels[..., 1:], (0, 1), value=-100)"
     # in errors about a misplaced one
-    remedy = (
-        ": pass a HeadLoss, and labels that you move yourself, "
-        "torch.nn.functional.pad(labels[..., 1:], (0, 1), value=-100)"
-    )
+    remedy = f": pass a HeadLoss, and labels that you move yourself, {moved}"
+    of_hidden = f": call HeadLoss.linear, with labels that you move yourself, {moved}"
 
     def __init__(self, head_loss: HeadLoss | None = None):
         super().__init__()
@@ -83,6 +82,10 @@ class CausalLMLoss(nn.Module):
         return self.head_loss(
             logits, labels, token_weight=token_weight, denominator=denominator, **kwargs
         )
+
+    def linear(self, *args: object, **keywords: object) -> NoReturn:
+        """Raise TypeError: from hidden states a `HeadLoss` is called, with labels that are moved."""
+        raise TypeError(f"CausalLMLoss takes logits, got hidden states{self.of_hidden}")
 
     if TYPE_CHECKING:
 

@@ -65,7 +65,7 @@ def evaluate(
     ]
     for function, value in zip(functions, values):
         if not isinstance(function.function, StatisticValue):
-            if value is None:
+            if not isinstance(value, torch.Tensor):
                 _expect_statistics(function, stats, inputs)
             expect_per_token(function.owner, value, stats.lse, function.is_loss)
             if function.is_loss and value is not None:
@@ -190,7 +190,7 @@ def _metric_values(metrics, stats, inputs) -> dict[str, torch.Tensor]:
             raise TypeError(
                 f"{metric.owner} must name its values by strings, not empty, got {unnamed}"
             )
-        if any(value is None for value in new.values()):
+        if not all(isinstance(value, torch.Tensor) for value in new.values()):
             _expect_statistics(metric, stats, inputs)
         if reserved := {x for x in new if x in RESERVED or x.startswith(LOSSES)} - {
             *metric.may_return

@@ -82,7 +82,8 @@ class HeadLossOutput(NamedTuple):
     reduction: str
 
     def means(self) -> dict[str, torch.Tensor]:
-        """Return `mean_metrics` of this output alone."""
+        """Return `mean_metrics` of this output alone: detached, for a log. What has a gradient is
+        ``loss``."""
         return mean_metrics(self)
 
     def backward(self, **keywords):
@@ -224,8 +225,9 @@ def mean_metrics(outputs: HeadLossOutput | Outputs, group: Group = None) -> dict
             None: this rank alone.
 
     Returns:
-        float64 scalars by name, equal on all ranks. "loss" is the sum of the weighted terms, divided
-        by the outputs' count and not by a ``denominator`` that was given to the calls. A term
+        float64 scalars by name, equal on all ranks and detached: ``out.loss`` has the gradient.
+        "loss" is the sum of the weighted terms, divided by the outputs' count and not by a
+        ``denominator`` that was given to the calls. A term
         without its weight is "loss/" and its name, divided by the count or, with token weights of
         its own, by their sum; with its weight (a number 1 excepted), "weighted/" and its name. A
         metric "x" has its own name. It is divided by the metric "count/x" if there is one. Else it

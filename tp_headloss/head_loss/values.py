@@ -161,8 +161,8 @@ def _reads_ids_and_entries(term) -> bool:
 
 def _differ(temperature, other, is_valid: torch.Tensor) -> bool:
     """Return True where temperatures, numbers or one per token, differ at a token that counts."""
-    place = {"dtype": torch.float32, "device": is_valid.device}
-    both = [torch.as_tensor(x, **place) for x in (temperature, other)]
+    given = temperature, other
+    both = [torch.as_tensor(x, dtype=torch.float32, device=is_valid.device) for x in given]
     if any(x.numel() != 1 and x.shape != is_valid.shape for x in both):
         return False  # an error of the statistics
     first, second = (x.reshape(()) if x.numel() == 1 else x for x in both)

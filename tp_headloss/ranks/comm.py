@@ -122,7 +122,15 @@ def reduce_in_place(
 def gather_objects(value, group) -> list:
     """Gather an object of each rank: a list of all of them, in group-rank order."""
     values = [None] * group.size()
-    dist.all_gather_object(values, value, group=group)
+    try:
+        dist.all_gather_object(values, value, group=group)
+    except RuntimeError as error:
+        if hasattr(error, "add_note"):  # from Python 3.11 on
+            error.add_note(
+                "this rank waited for the others of its group: all of them make this call, or wait "
+                "until the group's timeout for one that does not"
+            )
+        raise
     return values
 
 
@@ -220,8 +228,9 @@ def combine_metrics(
 
     Args:
         parts: dicts of sums with the same names in the same order, such as ``out.metrics``. Means
-            are no sums: those of `mean_metrics` are a ValueError, and "loss" beside a name that
-            begins with "loss/", which a plain dict of them has.
+            are no sums: those of `mean_metrics` are a ValueError, and in a plain dict "loss" beside
+            a name that begins with "loss/", and a "perplexity" above 0 on a CPU. Other means in a
+            dict of your own are added up, silently.
 
     Examples:
         >>> first = {"loss": torch.tensor(1.0), "max_ratio": torch.tensor(2.0)}
@@ -246,6 +255,13 @@ def _stack(metrics):
         raise ValueError(
             f"metrics must be sums by name, got 'loss' beside {terms[0]!r}, which are the names of "
             f"means{OF_MEANS}; sums of your own need other names"
+        )
+    perplexity = metrics.get("perplexity")
+    is_known = isinstance(perplexity, torch.Tensor) and perplexity.device.type == "cpu"
+    if is_known and not torch.compiler.is_compiling() and bool((perplexity > 0).any()):
+        raise ValueError(
+            "metrics must be sums by name, got a 'perplexity' above 0, where the sum is one of "
+            f"log-probs: it is a mean{OF_MEANS}"
         )
     for name, value in metrics.items():
         TensorLine("real numbers or bool", ()).check(f"metric {name!r}", value, {})

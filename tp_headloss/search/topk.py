@@ -51,6 +51,8 @@ class TopK(NamedTuple):
     """Per token [..], K entries by descending log-prob, ties by ascending id; equal bits on every
     rank.
 
+    A tuple (ids, log_probs, lse, tail_log_prob): ids come first, unlike torch.topk's.
+
     Attributes:
         ids: [.., K] global ids, -1 where the nucleus cut an entry.
         log_probs: [.., K], -inf where cut.
@@ -91,6 +93,8 @@ def topk_log_probs(
 ) -> TopK:
     """logits [.., width] sharded on V -> the K largest log-probs of the whole vocabulary,
     replicated; one collective.
+
+    The result is a tuple (ids, log_probs, lse, tail_log_prob): torch.topk has its values first.
 
     Log-probs are normalised over all of the vocabulary: their exponentials sum to the share that
     the K entries have. Each is the fp32 difference z - lse, whose error is absolute: near 0 use

@@ -265,10 +265,13 @@ class TensorLine:
     def _transposed_hint(self, x, wanted) -> str:
         """Return what to pass in the place of columns whose other order has the wanted sizes, of
         which None is any."""
-        if not self._tail or self.sharded == 0 or x.dim() != 2 or len(wanted) != 2:
+        dims = x.dim()
+        if not self._tail or self.sharded == 0 or dims < 2 or len(wanted) != dims:
             return ""
-        fits = all(size in (None, own) for size, own in zip(wanted, x.shape[::-1]))
-        return ": transposed? Pass its .T" * fits
+        other = (*x.shape[:-2], x.shape[-1], x.shape[-2])
+        fits = all(size in (None, own) for size, own in zip(wanted, other))
+        written = ".T" if dims == 2 else ".transpose(-1, -2)"
+        return f": transposed? Pass its {written}" * fits
 
     def _hidden_hint(self, x, expected, sizes) -> str:
         """Return what to pass in the place of a teacher's hidden states, which have the tokens, and
@@ -289,7 +292,9 @@ class TensorLine:
         if shard is None or self.sharded is None or x.dim() != len(expected):
             return ""
         size = x.shape[self.sharded]
-        if size == expected[self.sharded]:
+        fits = [n in (None, own) for n, own in zip(expected, x.shape)]
+        fits.pop(self.sharded)
+        if size == expected[self.sharded] or not all(fits):
             return ""
         has_rows = self.sharded == 0
         return shard.other_columns_hint(size, has_rows, is_vector=has_rows and x.dim() == 1)

@@ -179,7 +179,9 @@ class Family:
     Attributes:
         statistics: names for `want`; at least one.
         gradients: those of them that have a gradient; others are constants.
-        packet: names of the rows that `local` returns and ranks exchange.
+        packet: names of the rows that `local` returns and ranks exchange. Rows of all families are
+            told apart by their names, and the package's own are called "squares", "moment" or
+            "mass": begin yours with the name of the statistic.
         merged: names of the rows that `finish` keeps for the gradient.
         values: names of what is reported; None: the statistics that are wanted.
         needs_label_logits: True: `local` gets `tile.label_logits`.

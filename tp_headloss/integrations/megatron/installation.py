@@ -58,6 +58,10 @@ class Installed(Counted):
         """The installed head. For another one, `remove` this, and call `install` again."""
         return self._head
 
+    @head.setter
+    def head(self, head):
+        raise AttributeError("for another head call remove(), and install(model, head) again")
+
     @property
     def last(self):
         """`HeadLossOutput` of the head's last call, without graph and statistics, for metrics; None
