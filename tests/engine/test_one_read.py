@@ -23,9 +23,11 @@ from one_read_problem import (
     steps,
     two_sequences,
 )
+from torch_defaults import torch_defaults
 
 import tp_headloss as hl
 from tp_headloss.engine.one_read import kernel as one_read_kernel
+from tp_headloss.engine.one_read import launch as one_read_launch
 from tp_headloss.engine.one_read.rows import row_function
 from tp_headloss.engine.reductions import StatisticValue
 from tp_headloss.engine.sums_triton import gradient_for
@@ -379,6 +381,22 @@ def test_any_sequence_of_upstream_gradients_is_right(case, seed, device):
     bare = None if given else {}
     among = [x for x in UPSTREAM if abs(x) < 1e30] if case in IN_AUTOGRAD else UPSTREAM
     assert _sequence_of_steps(head, given, random.Random(seed), device, 1000, bare, among) == []
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("case", ["smoothing and metrics", "an own term"])
+def test_torchs_defaults_change_neither_memory_nor_results(case, dtype, device, monkeypatch):
+    monkeypatch.setattr(one_read_launch, "_alone", {})
+    logits, labels = problem(device)
+    given = {name: moved(x, device) for name, x in CASES[case].items()}
+    with torch_defaults(dtype):
+        found = steps(IN_FORWARD, logits, labels, **given)
+    (memory,) = one_read_launch._alone[logits.device.index]
+    assert memory.buffer.dtype == torch.float32
+    expected = steps(IN_BACKWARD, logits, labels, **given)
+    assert found[0].loss.dtype == expected[0].loss.dtype
+    expect_alike(found, expected)
 
 
 @on_hopper

@@ -1,12 +1,11 @@
 """Makes the tensors of a generated case (`strategies.Case`) and runs it on a rank."""
 
-import contextlib
-
 import torch
 import torch.nn.functional as F
 from odd_outcome import lay_out
 from strategies import Case
 from topk_oracle import BETA
+from torch_defaults import torch_defaults
 
 import tp_headloss as hl
 
@@ -186,18 +185,6 @@ def scalar(name, x):
         if name == "log_probs_at"
         else x
     )
-
-
-@contextlib.contextmanager
-def torch_defaults(dtype: torch.dtype | None = None, device: str | None = None):
-    """Other defaults of torch's for new tensors, within; None leaves one as it is."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype or before)
-    try:
-        with torch.device(device) if device else contextlib.nullcontext():
-            yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def run_case(group, device, case, linear=None, defaults=(None, None)):

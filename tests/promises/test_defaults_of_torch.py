@@ -5,12 +5,13 @@ import copy
 
 import pytest
 import torch
-from generated_case import bits_equal, run_case, torch_defaults
+from generated_case import bits_equal, run_case
 from hypothesis import given
 from ranks import on_ranks
 from right_calls import CHECKED, arguments_of
 from strategies import cases
 from test_generated import examples, reproducible
+from torch_defaults import torch_defaults
 
 DEFAULTS = {"bf16": (torch.bfloat16, None), "float64 elsewhere": (torch.float64, "meta")}
 OTHERS = pytest.mark.parametrize("defaults", DEFAULTS.values(), ids=DEFAULTS)
