@@ -313,3 +313,9 @@ def test_a_dtensor_teacher_of_other_placements_is_named(student, teacher):
         assert failure.kind == "ValueError", failure
         assert failure.message.startswith(("logits must be of the same", "teacher.logits must be"))
         assert "redistribute" in failure.message and "leave the shard out" not in failure.message
+
+
+def test_columns_beside_other_tokens_have_no_advice_on_ids():
+    teacher = hl.Teacher(LOGITS[:3, :-1])
+    with pytest.raises(ValueError, match=r"to fit logits, got \[3, \d+\]$"):
+        distilled(teacher)

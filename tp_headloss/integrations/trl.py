@@ -187,6 +187,14 @@ class FusedLogProbs(InstalledForward):
                 stacklevel=4,
             )
 
+    @property
+    def last(self):
+        """Not there: AttributeError. The model's own output has the log-probs."""
+        raise AttributeError(
+            "FusedLogProbs keeps no last output, as the head of fuse_head does: log-probs are in "
+            "the model's output, means in the trainer's log"
+        )
+
     def _takes_place_of(self, forward):
         return is_of_trl(forward)
 

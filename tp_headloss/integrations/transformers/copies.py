@@ -53,7 +53,10 @@ def _expect_inside(head, model, body, args):
     if getattr(_here, "depth", 0) or not leads_past_head(model) or was_taken_off(model):
         return
     forward, name = vars(model)["forward"], type(head).__name__
-    write = "install the head after that one, or .remove() it before"
+    write = (
+        "install the head after that one, or .remove() it before; after a `del model.forward`, "
+        ".remove() it and install it again"
+    )
     if is_of_trl(forward):
         write = without_head_below(name)
     raise RuntimeError(
