@@ -585,6 +585,21 @@ def other_version_run(group, device, known):
         return error_of(call.statistics)
 
 
+def another_exchange(group, device, sent):
+    """A rank that leaves the call out, and gathers something of its own."""
+    call = Call(group, device)
+    if group.rank() == 0:
+        return error_of(call.statistics)
+    dist.all_gather_object([None] * group.size(), sent, group=group)
+
+
+@pytest.mark.parametrize("sent", ["a log line", ("loss", []), 3, None])
+def test_what_a_rank_gathers_by_itself_is_told_from_a_call(sent):
+    found, _ = on_ranks(2, another_exchange, sent)
+    assert found is not None and found.startswith("RuntimeError: all ranks of the group must make")
+    assert f"got an object of another exchange, {type(sent).__name__}, of rank 1" in found
+
+
 def error_of(call):
     try:
         call()

@@ -181,6 +181,21 @@ def test_a_statistic_that_nobody_wants_is_named_where_another_function_reads_it(
         metric(x, labels)
 
 
+def test_a_weight_without_a_number_is_named():
+    x, labels, *_ = rows()
+    with torch.device("meta"):
+        of_meta = hl.HeadLoss([hl.CrossEntropy(), hl.ZLoss(torch.tensor(0.1))])
+    with pytest.raises(ValueError, match=r"weight of term 'z_loss' must have a number, got a meta"):
+        of_meta(x, labels)
+    with torch.inference_mode():
+        weight = torch.tensor(0.3)
+    head_loss = hl.HeadLoss(hl.Term("mine", lambda s: -s.log_prob, weight=weight))
+    with pytest.raises(
+        ValueError, match=r"weight of term 'mine' must be .* got tensors of torch\.inf"
+    ):
+        head_loss(x.detach().requires_grad_(), labels)
+
+
 def test_a_functions_own_error_stays_its_own():
     x, labels, *_ = rows()
 

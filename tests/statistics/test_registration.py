@@ -83,7 +83,7 @@ def test_what_a_registration_runs_is_small_and_on_the_cpu():
             return super().local(tile, softmax, rows)
 
     with registered(Counted("own", (POWER,))):
-        assert len(made) <= 200 and sum(made) <= 20_000
+        assert len(made) <= 220 and sum(made) <= 20_000
 
 
 def outputs_of_page(group, device):

@@ -202,6 +202,37 @@ def test_an_attribute_that_gets_no_gradient_is_refused():
     expect_refused(family, "Own.cost gets no gradient, so it must not require one: detach it")
 
 
+def test_a_parameter_that_a_method_reads_gets_no_gradient_and_is_refused():
+    gain = torch.nn.Linear(1, 1, bias=False)
+
+    def local(self, tile, softmax, rows):
+        return {"own_0": tile.z.nan_to_num(neginf=0.0).sum(-1) * gain.weight[0, 0]}
+
+    expect_refused(family_with(local=local), "Own.local must return constants, got a result that")
+
+
+def raw_family():
+    """sum p^1.5 of exponentials that are relative to nothing."""
+
+    class Raw(Family):
+        statistics = packet = ("raw",)
+
+        def local(self, tile, softmax, rows):
+            return {"raw": (tile.z.exp() ** 1.5).sum(-1)}
+
+        def finish(self, sums, joined):
+            lse = joined.top + joined.log_sum
+            return {"raw": sums["raw"] * (-1.5 * lse).exp()}, {}
+
+    return Raw()
+
+
+def test_exponentials_that_overflow_in_fp32_are_a_warning():
+    words = "'raw' of family Raw is inf of fp32 logits and .* where all logits were moved by 100"
+    with pytest.warns(UserWarning, match=words), registered(raw_family()):
+        pass
+
+
 @pytest.mark.parametrize("named", [(), ("own_p2",)])
 def test_a_gradient_that_gradients_does_not_name_is_found(named):
     from test_registration import Squares

@@ -192,7 +192,7 @@ def outcome(facts: dict, error, group, compare: Callable) -> Exception | None:
     one, else what `compare` raises of the facts of all ranks.
     """
     own_error = error and (type(error).__name__, str(error))
-    all_facts, errors = zip(*gather_objects((facts, own_error), group))
+    all_facts, errors = zip(*_gathered((facts, own_error), group))
     failed = [rank for rank, rank_error in enumerate(errors) if rank_error]
     if not failed:
         try:
@@ -205,6 +205,20 @@ def outcome(facts: dict, error, group, compare: Callable) -> Exception | None:
         message = f"on rank {failed[0]} of the group: {message}"
         return EXCEPTION_TYPES.get(name, RuntimeError)(message)
     return error
+
+
+def _gathered(own: tuple[dict, Any], group) -> list[tuple[dict, Any]]:
+    """Gather facts and errors of all ranks. RuntimeError for what another exchange of a rank
+    sent."""
+    found = gather_objects(own, group)
+    for rank, x in enumerate(found):
+        if not isinstance(x, tuple) or len(x) != len(own) or not isinstance(x[0], dict):
+            raise RuntimeError(
+                "all ranks of the group must make this call, got an object of another exchange, "
+                f"{type(x).__name__}, of rank {rank}: it left this call out, or makes an exchange of "
+                "its own first"
+            )
+    return found
 
 
 def _split_sequences(inputs) -> Sequences | None:

@@ -76,7 +76,9 @@ def uncompiled_where_needed(function: Callable[P, R]) -> Callable[P, R]:
         except RuntimeError as error:
             if "Inference tensors" in str(error):
                 given = inspect.signature(plain).bind_partial(*args, **kwargs).arguments
-                _refuse_inference_tensors(given, error)
+                terms = getattr(args[0] if args else None, "terms", ())
+                weights = {f"the weight of term {term.name!r}": term.weight for term in terms}
+                _refuse_inference_tensors({**given, **weights}, error)
             raise
 
     return call

@@ -364,7 +364,10 @@ def expect_not_swapped(of_teacher: torch.Tensor, of_student):
 
 def _validate_entries(teacher):
     if teacher.ids.shape[-1] == 0:
-        raise ValueError(f"teacher.ids must be [.., K] with K > 0, got {list(teacher.ids.shape)}")
+        raise ValueError(
+            f"teacher.ids must be [.., K] with K > 0, got {list(teacher.ids.shape)}: where a token "
+            "has no ids, pass one of -1"
+        )
     tempered = isinstance(teacher.temperature, torch.Tensor) or teacher.temperature != 1
     if not teacher.renormalize and tempered:
         raise ValueError(

@@ -25,7 +25,7 @@ from ..statistics import (
 from . import eager
 from .later_ids import tensors_in
 from .trial import GRADIENT, LABELS, Trial, has_own, try_family, try_later_ids
-from .untried import try_larger, try_ties, warn_of_untried
+from .untried import try_larger, try_ties, warn_of_rounding, warn_of_untried
 from .watched import watched
 
 # Methods that return names, and how an error calls these names
@@ -87,6 +87,7 @@ def register_statistic(family: Annotated[Family, Instance(Family)]) -> None:
         try_larger(trial)
         try_ties(trial)
         try_later_ids(trial)
+        warn_of_rounding(trial)
         warn_of_untried(trial)
     statistics.add_family(family)
 

@@ -10,6 +10,11 @@ import torch
 from .later_ids import reads_ids_without_a_table, tables
 from .trial import LABELS, LARGER, LOGITS, TEMPERATURE, WIDTH, Trial
 
+SHIFT = 100.0  # beyond where an exponential in fp32 overflows, or vanishes
+ROUNDING = 1e-2  # of the largest value
+# values that an fp32 result may have
+LEAST_IN_FP32, MOST_IN_FP32 = 1e-30, 1e38
+
 
 @torch.no_grad()
 def try_larger(trial: Trial) -> None:
@@ -35,6 +40,41 @@ def try_ties(trial: Trial) -> None:
     if not tied.is_an_error():
         tied.check_sums()
         tied.check_gradient(LABELS)
+
+
+@torch.no_grad()
+def warn_of_rounding(trial: Trial) -> None:
+    """Warn of statistics that fp32 logits make infinite or wrong where float64 ones do not.
+
+    All logits are moved by the same number, which changes nothing that is relative to the softmax.
+    """
+    tokens = torch.arange(len(LOGITS))
+    owner = type(trial.family).__name__
+    for shift in (0.0, SHIFT, -SHIFT):
+        logits = trial.logits + shift
+        try:
+            exact, rounded = (
+                trial.values(trial.rows_request(logits.to(dtype), tokens, LABELS))
+                for dtype in (torch.float64, torch.float32)
+            )
+        except Exception:  # of a family that takes no such numbers
+            continue
+        for name, expected in exact.items():
+            found = rounded[name].double()
+            largest = expected.abs().max()
+            if not expected.isfinite().all() or not LEAST_IN_FP32 < largest < MOST_IN_FP32:
+                continue
+            apart = (found - expected).abs().nan_to_num(nan=torch.inf)
+            if apart.max() > ROUNDING * largest:
+                at = int(apart.argmax())
+                warnings.warn(
+                    f"the statistic {name!r} of family {owner} is {float(found[at]):.6g} of fp32 "
+                    f"logits and {float(expected[at]):.6g} of float64 ones, where all logits were "
+                    f"moved by {shift:g}: exponentials overflow and vanish unless they are relative "
+                    "to the maximum (softmax.exp in local, with rescale and target)",
+                    stacklevel=4,
+                )
+                return
 
 
 def warn_of_untried(trial: Trial) -> None:

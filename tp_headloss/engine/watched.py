@@ -106,7 +106,8 @@ def _watched_method(family: Family, method: str, function: Callable) -> Callable
             read.pop(names[0], None)
         before = dict(_states(read))
         try:
-            result = function(*given, **by_name)
+            with torch.enable_grad():  # so that a result says whether it depends on a parameter
+                result = function(*given, **by_name)
         except Exception as error:
             if isinstance(error, (TypeError, AttributeError)):
                 _refuse_absent(called, family, everything, error)
@@ -123,6 +124,7 @@ def _watched_method(family: Family, method: str, function: Callable) -> Callable
             )
         if not _is(RETURNED[method], result, is_optional=method == "scaled"):
             raise ValueError(f"{called} must return {RETURNED[method]}, got {_described(result)}")
+        _expect_constant(called, result)
         if method == "local":
             _expect_rows(called, family, result)
         if method == "finish":
@@ -184,6 +186,19 @@ def _refuse_absent(called: str, family: Family, given: dict[str, Any], error: Ex
     raise ValueError(
         f"{called} must do without {names}, {reason}; got {type(error).__name__}: {error}"
     ) from error
+
+
+def _expect_constant(called: str, result: Any) -> None:
+    """Raise ValueError for a result that requires a gradient, which nothing would give it."""
+    if isinstance(result, (dict, tuple)):
+        for part in result.values() if isinstance(result, dict) else result:
+            _expect_constant(called, part)
+    elif isinstance(result, torch.Tensor) and result.requires_grad:
+        raise ValueError(
+            f"{called} must return constants, got a result that requires a gradient, which what it "
+            "reads (a parameter of a module, say) would not get: detach that, or let the function of "
+            "a Term read it"
+        )
 
 
 def _refuse_other_shape(called: str, error: RuntimeError) -> None:

@@ -88,6 +88,11 @@ def check_call(
     for term in definition.terms:
         if term.class_weight is not None:
             TensorLine("real numbers", ("V",)).check("class_weight", term.class_weight, sizes)
+        if isinstance(term.weight, torch.Tensor) and term.weight.is_meta and not x.is_meta:
+            raise ValueError(
+                f"the weight of term {term.name!r} must have a number, got a meta tensor: make terms "
+                "outside of torch.device('meta')"
+            )
     loss_weight, count = with_label_weight(definition, labels, token_weight), None
     if definition.reduction in SEQUENCE_REDUCTIONS:
         assert sequences is not None

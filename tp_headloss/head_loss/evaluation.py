@@ -218,6 +218,10 @@ def _expect_metrics_of_counts(returned: dict[str, torch.Tensor], known: set[str]
     others = [name for name in returned if name not in counts]
     for count in counts:
         name = count.removeprefix("count/")
+        if name.startswith(("max_", "min_")):
+            raise ValueError(
+                f"{count!r} must divide a sum, got the extremum {name!r}, which has none"
+            )
         if name not in known:
             meant = hint(name, others)
             raise ValueError(
