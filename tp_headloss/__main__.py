@@ -30,6 +30,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from . import CrossEntropy, Distillation, HeadLoss, Teacher, VocabShard, ZLoss, __version__, plan
+from .command_line import Parser
 from .engine.backend import is_not_installed, version_numbers
 from .engine.transports.symmetric_memory import obstacle
 from .integrations import TESTED, installed_version, standing
@@ -44,6 +45,7 @@ from .meeting import (
     uses_gpus,
 )
 from .ranks.comm import gather_objects, group_size, say_presence, silent_ranks
+from .settings import changed_settings, torch_defaults, warnings_of_settings
 from .version import FOLDER, digest_of_sources
 
 NEEDED = {"torch": "2.11", "triton": "3.6"}  # oldest versions
@@ -141,55 +143,6 @@ def environment() -> list[str]:
     return lines
 
 
-def matmul_precision() -> str:
-    """Return torch's precision of products in fp32."""
-    try:
-        return torch.get_float32_matmul_precision()
-    except RuntimeError:  # of programs that also set that of a backend by itself
-        return "set for a backend"
-
-
-def changed_settings() -> list[str]:
-    """Return those of torch's settings that are not torch's defaults, and change what losses
-    compute, or whether."""
-    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    device, dtype, precision = (
-        torch.get_default_device(),
-        torch.get_default_dtype(),
-        matmul_precision(),
-    )
-    settings = {
-        "gradients off": not torch.is_grad_enabled() and not torch.is_inference_mode_enabled(),
-        "inference mode on": torch.is_inference_mode_enabled(),
-        f"autocast on for {' and '.join(kinds)}": bool(kinds),
-        f"default device {device}": device.type != "cpu",
-        f"default dtype {dtype}": dtype != torch.float32,
-        f"float32 matmul precision {precision}": precision != "highest",
-    }
-    return [name for name, is_changed in settings.items() if is_changed]
-
-
-@contextlib.contextmanager
-def torch_defaults() -> Iterator[None]:
-    """Return a context in which torch's settings are its defaults, whatever the program, or a
-    sitecustomize, has set."""
-    dtype, precision = torch.get_default_dtype(), matmul_precision()
-    with contextlib.ExitStack() as within:
-        within.enter_context(torch.inference_mode(False))  # turns gradients on, too
-        for kind in ("cpu", "cuda"):
-            within.enter_context(torch.autocast(kind, enabled=False))
-        if torch.get_default_device().type != "cpu":
-            within.enter_context(torch.device("cpu"))
-        torch.set_default_dtype(torch.float32)
-        torch.set_float32_matmul_precision("highest")
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(dtype)
-            if precision in ("high", "medium"):
-                torch.set_float32_matmul_precision(precision)
-
-
 def symmetric_memory(device: torch.device, group: dist.ProcessGroup | None) -> str:
     """Return a line on symmetric memory in the group, after calls that have looked for it."""
     if group_size(group) == 1:
@@ -264,12 +217,8 @@ def report(devices: list[torch.device], group: dist.ProcessGroup | None) -> tupl
     changed = changed_settings()
     with torch_defaults():
         lines, passed = report_within_defaults(devices, group)
-    if changed:
-        lines.append(
-            f"warning: this process starts with {', '.join(changed)}, maybe of a sitecustomize.py: "
-            "losses were checked with torch's defaults, and a training run is not"
-        )
-    return lines, passed
+        of_ranks = [changed] if group is None or not passed else gather_objects(changed, group)
+    return [*lines, *warnings_of_settings(of_ranks)], passed
 
 
 def report_within_defaults(
@@ -414,7 +363,7 @@ def warn_of_separate_checks(given: Job) -> None:
 
 def main() -> None:
     open_outputs()
-    parser = plan.Parser(
+    parser = Parser(
         "python -m tp_headloss",
         None,
         __doc__,

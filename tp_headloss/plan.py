@@ -9,7 +9,6 @@ Communication is not in it.
 
 import argparse
 import contextlib
-import difflib
 import os
 import shlex
 import sys
@@ -18,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from .arguments.linear import MIN_SWEEP_TOKENS
+from .command_line import Parser
 from .linear_head import blocks, fp8
 from .linear_head.request import free_share
 
@@ -316,39 +316,6 @@ def report(head: Head, from_hidden: bool, bandwidth: float | None, tflops: float
             "its own"
         )
     return "\n".join(lines)
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser whose errors name unknown options, too, and those that may be meant: argparse looks
-    first for what is missing, which a misspelt option is as well. A command refuses them itself,
-    with its own usage."""
-
-    unknown: tuple[str, ...] = ()
-
-    def parse_known_args(self, args=None, namespace=None):
-        self.unknown = self._unknown_among(args or sys.argv[1:])
-        found, rest = super().parse_known_args(args, namespace)
-        if rest:
-            meant = self._meant_by(self._unknown_among(rest))
-            self.error(f"unrecognized arguments: {' '.join(rest)}{meant}")
-        return found, rest
-
-    def error(self, message):
-        if "argument command" in message and self.unknown:
-            message += f"; options of a command stand behind it, as in plan {self.unknown[0]} .."
-        said = f"; unknown: {', '.join(self.unknown)}{self._meant_by(self.unknown)}"
-        super().error(message + said * bool("required" in message and self.unknown))
-
-    def _unknown_among(self, args) -> tuple[str, ...]:
-        """Options of a command line that this parser does not have."""
-        names = [x.split("=")[0] for x in args if x.startswith("--")]
-        return tuple(x for x in names if x not in self._option_string_actions)
-
-    def _meant_by(self, names: tuple[str, ...]) -> str:
-        """Words for an error about unknown options; "" where none is like one that there is."""
-        close = [difflib.get_close_matches(x, self._option_string_actions, 1, 0.75) for x in names]
-        found = dict.fromkeys(option for options in close for option in options)
-        return f", did you mean {' and '.join(found)}?" if found else ""
 
 
 def add_command(commands) -> argparse.ArgumentParser:

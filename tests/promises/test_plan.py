@@ -364,7 +364,7 @@ def test_the_printed_shard_has_ids_and_padding(run_here):
 WITH_COMMANDS = [
     path.relative_to(ROOT).with_suffix("")
     for path in sorted((ROOT / "tp_headloss").rglob("*.py"))
-    if "import argparse" in path.read_text() and path.stem != "__main__"
+    if "def add_command(" in path.read_text()
 ]
 
 
@@ -400,6 +400,7 @@ SIZES = "--tokens", "8", "--vocab", "8"
     (("--vers",), 2, "unrecognized arguments: --vers, did you mean --version?\n"),
     (("--verison", "plan", *SIZES), 2, "unrecognized arguments: --verison, did you mean --version?\n"),
     (("plan", *SIZES, "--form", "hidden"), 2, "plan: error: unrecognized arguments: --form hidden, did you mean"),
+    (("plan", *SIZES, "--tp", "8", "--tp=4"), 2, "plan: error: argument --tp: expected once, got 2 times\n"),
     (("plan", *SIZES, "more"), 2, "plan: error: unrecognized arguments: more\n"),
     (("plan", *SIZES, "--padded-size", "7"), 2, "--padded-size: expected --vocab 8 or more, got 7\n"),
     (("plan", *SIZES, "--padded-size", "8"), 0, "shard = "),

@@ -1,13 +1,16 @@
 """`python -m tp_headloss`: what it says on one process and on ranks, and that a wrong result is not
 called right."""
 
+import compileall
 import configparser
 import os
+import shutil
 import socket
 import subprocess
 import sys
 import threading
 import time
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -17,6 +20,7 @@ import pytest
 import torch
 from launcher import run_script
 from ranks import on_ranks
+from torch_defaults import torch_defaults
 
 from tp_headloss import HeadLoss, __main__, __version__, meeting
 from tp_headloss.version import digest_of_sources
@@ -98,6 +102,43 @@ def test_the_digest_is_of_names_and_contents_of_all_sources(tmp_path):
     assert digest_of_sources(tmp_path) == found[-1]
     (tmp_path / "c.cu").rename(tmp_path / "d.cu")
     assert digest_of_sources(tmp_path) != found[-1]
+
+
+def compiled_alone(folder):
+    compileall.compile_dir(folder, quiet=1, legacy=True)
+    for path in folder.rglob("*.py"):
+        path.unlink()
+    return folder
+
+
+def zipped(folder):
+    return zipfile.Path(shutil.make_archive(str(folder), "zip", folder))
+
+
+@pytest.mark.parametrize("packed", [compiled_alone, zipped])
+def test_the_digest_is_of_what_is_compiled_or_zipped(packed, tmp_path):
+    found = []
+    for number in (1, 1, 2):
+        folder = tmp_path / "package"
+        shutil.rmtree(folder, ignore_errors=True)
+        (folder / "part").mkdir(parents=True)
+        (folder / "part" / "a.py").write_text(f"NUMBER = {number}")
+        times = 2e9 + len(found), 2e9 + len(found)
+        os.utime(folder / "part" / "a.py", times)
+        found.append(digest_of_sources(packed(folder)))
+    assert found[0] == found[1] != found[2]
+
+
+def report_of_an_odd_rank(group, device):
+    dtype = torch.float64 if group.rank() else torch.float32
+    with torch_defaults(dtype):
+        return __main__.report([device], group)
+
+
+def test_settings_of_other_ranks_are_named():
+    for lines, passed in on_ranks(2, report_of_an_odd_rank):
+        words = "warning: rank 1 starts with default dtype torch.float64, maybe of a sitecustom"
+        assert passed and lines[-1].startswith(words)
 
 
 @pytest.mark.parametrize(

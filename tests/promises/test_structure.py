@@ -26,7 +26,7 @@ PACKAGE = ROOT / "tp_headloss"
 # The parts of the package from the ground up: each may import only those before it.
 LAYERS = [
     "version", "spec", "statistics", "ranks", "engine", "arguments", "losses", "call", "linear_head", "search",
-    "head_loss", "modules", "integrations", "", "plan", "meeting", "__main__",
+    "head_loss", "modules", "integrations", "", "command_line", "plan", "meeting", "settings", "__main__",
 ]  # fmt: skip
 # Parts that see even less than what lies below them.
 SEES_ONLY = {
