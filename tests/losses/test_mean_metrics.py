@@ -170,6 +170,9 @@ def test_a_count_of_a_metric_that_nothing_returns_is_an_error(name, said):
     alone = hl.Metric(lambda stats: {count: stats.valid})
     with pytest.raises(ValueError, match=words + r"metrics \[\]$"):
         hl.HeadLoss(metrics=["entropy", alone])(x, labels)
+    extremum = hl.Metric(lambda stats: {"max_lse": stats.lse, "count/max_lse": stats.valid})
+    with pytest.raises(ValueError, match="must divide a sum, got the extremum 'max_lse'"):
+        hl.HeadLoss(metrics=extremum)(x, labels)
     # what another one returns, and a named metric
     of_other = hl.Metric(lambda stats: {name: stats.lse})
     hl.HeadLoss(metrics=[metric, of_other])(x, labels)
