@@ -137,8 +137,13 @@ def marked(group, device):
 def clipped(group, device, make, max_norm, norm_type):
     """The norm, and the clipped gradients of this rank put together to whole ones."""
     model = make(group, device)
-    given = {"tensor_parallel_group": group} if make is marked else {}
+    given, shard = {}, None
+    if make is marked:
+        given["tensor_parallel_group"] = group
+        # of this group, so that none of another one, which an earlier test left, speaks against it
+        shard = VocabShard.from_group(group, V, padded_size=PADDED)
     total = clip_grad_norm_([*model.parameters()] * 2, max_norm, norm_type, **given)
+    del shard
     return total, {
         name.replace(".", "_"): whole(getattr(p, "main_grad", p.grad), p, group, make)
         for name, p in model.named_parameters()
