@@ -102,6 +102,9 @@ def test_the_digest_is_of_names_and_contents_of_all_sources(tmp_path):
     assert digest_of_sources(tmp_path) == found[-1]
     (tmp_path / "c.cu").rename(tmp_path / "d.cu")
     assert digest_of_sources(tmp_path) != found[-1]
+    (tmp_path / "d.cu").rename(tmp_path / "c.cu")
+    (tmp_path / "part").rename(tmp_path / "other")
+    assert digest_of_sources(tmp_path) != found[-1]
 
 
 def compiled_alone(folder):
