@@ -270,9 +270,12 @@ def until_reader_ends() -> Iterator[None]:
     try:
         yield
         sys.stdout.flush()
-    except BrokenPipeError:
+    except OSError as error:
         # what Python writes when it ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            print(f"the report could not be written: {error}", file=sys.stderr)
+            sys.exit(2)
 
 
 def join(given: Job, backend: str) -> None:
@@ -286,10 +289,8 @@ def join(given: Job, backend: str) -> None:
     try:
         if not given.has_store:
             expect_store(given, WAIT.total_seconds())
-        found: dict[str, Any] = {}
-        if not agent_has_store():
-            store = met(given, WAIT.total_seconds())
-            found = {"store": store, "rank": given.rank, "world_size": given.ranks}
+        store = met(given, WAIT.total_seconds())
+        found: dict[str, Any] = {"store": store, "rank": given.rank, "world_size": given.ranks}
         dist.init_process_group(backend, timeout=WAIT, **found)  # of its collectives, too
     except (TimeoutError, ValueError) as error:
         sys.exit(f"{error}\n{START}")

@@ -177,14 +177,18 @@ def met(given: Job, seconds: float) -> dist.Store:  # pyright: ignore[reportPriv
     store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
         given.host, given.port, is_master=given.has_store, timeout=wait, wait_for_workers=False
     )
-    store.set(f"{SIZE_OF_RANK}{given.rank}", str(given.ranks))
+    # of this start alone: the store of torchrun's agent outlives those that it repeats
+    key = f"{SIZE_OF_RANK}{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')} "
+    if store.add(f"{key}{given.rank} came", 1) > 1:
+        raise ValueError(f"each process must have a RANK of its own, got two with {given.rank}")
+    store.set(f"{key}{given.rank}", str(given.ranks))
     missing = {*range(given.ranks)}
     end = time.monotonic() + seconds
     while missing:
         for rank in sorted(missing):
-            if not store.check([f"{SIZE_OF_RANK}{rank}"]):
+            if not store.check([f"{key}{rank}"]):
                 continue
-            ranks = int(store.get(f"{SIZE_OF_RANK}{rank}"))
+            ranks = int(store.get(f"{key}{rank}"))
             if ranks != given.ranks:
                 time.sleep(LINGER * given.has_store)  # others read from this process, too
                 raise ValueError(

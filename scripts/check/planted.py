@@ -813,6 +813,8 @@ GROUPS = {
         ("integrations/transformers/fused_head.py", "FusedHead._forward", 'model_parts.denominator_of(head_loss, given.get("num_items_in_batch"), hidden.device)', "None"),
     ],
     "test_transformers test_trainers": [
+        ("integrations/trl.py", "FusedLogProbs._forward", "has_none and linear.max_valid_tokens is None and not layer.weight.is_meta", "False"),
+        ("integrations/transformers/mixed_precision.py", "expect_autocast", "isinstance(x, accelerate.ConvertOutputsToFp32)", "True"),
         ("integrations/transformers/check.py", "InstalledForward._install_checked", "not replaces", "True"),
         ("integrations/transformers/check.py", "InstalledForward._run_body", "hooks - known", "set()"),
         ("integrations/transformers/check.py", "_expect_no_hooks", "not is_from(hook, 'torch.distributed', 'transformers', 'deepspeed')", "False"),
@@ -1349,6 +1351,8 @@ GROUPS = {
         ("call/agreement.py", "_constant_facts", "isinstance(value, frozenset)", "False"),
     ],
     "test_registration_ids": [
+        ("engine/later_ids.py", "ids_that_differ", "width <= x < MOST_OF_CODE", "False"),
+        ("statistics/members.py", "_variables_in", "x.opname in ('LOAD_GLOBAL', 'LOAD_NAME')", "True"),
         ("engine/registration.py", "register_statistic", "try_later_ids(trial)", "pass"),
         ("engine/trial.py", "try_later_ids", "from_0.check_sums()", "pass"),
         ("engine/trial.py", "try_later_ids", "try_family(at_id)", "pass"),
@@ -1528,6 +1532,8 @@ GROUPS = {
         ("version.py", "digest_of_sources", "digest.update(content)", "pass"),
         ("version.py", "digest_of_sources", "digest.update(f'{name}\\0'.encode())", "pass"),
         ("version.py", "_sources", "entry.read_bytes()[HEADER:]", "b''"),
+        ("meeting.py", "met", "store.add(f'{key}{given.rank} came', 1) > 1", "False"),
+        ("__main__.py", "until_reader_ends", "not isinstance(error, BrokenPipeError)", "False"),
         ("settings.py", "warnings_of_settings", "str(rank)", "'0'"),
         ("version.py", "_sources", "f'{entry.name}/{name}'", "name"),
         ("__main__.py", "version_of_triton", "importlib.import_module('triton').__version__", "installed_version('triton')"),

@@ -202,6 +202,11 @@ def refusals(group):
         lambda: fuse_log_probs(model, shard=group), "shard must be a VocabShard, got", TypeError
     )
     fused = fuse_log_probs(model)
+    alone = {"labels": batch()["labels"]} if group.rank() == 0 else {}
+    refused(
+        lambda: model(input_ids=batch()["input_ids"], fused_lm_head=True, **alone),
+        "0 labels of 0 tokens on rank 1",
+    )
     refused(lambda: model(input_ids=batch()["input_ids"]), "tp_plan='auto'")
     refused(lambda: model.generate(batch()["input_ids"]), "tp_plan='auto'")
     refused(lambda: fuse_log_probs(model), "replaced already")
@@ -358,7 +363,10 @@ def prepared(group):
         del model.forward
         for install in (fuse_log_probs, fuse_head):
             refused(lambda f=install: f(model), "del model.forward took its autocast off")  # noqa: B023
-        del model._original_forward
+        # and a later trainer's head does not bring it back
+        add_fused_lm_head(model, temperature=2.0)
+        refused(lambda: fuse_log_probs(model), "del model.forward took its autocast off")  # noqa: B023
+        del model.forward, model._original_forward
         fuse_log_probs(model, temperature=0.5).remove()
     # the head of a second trainer on a model that a first one has prepared
     for bf16 in (True, False):

@@ -358,6 +358,15 @@ def test_ranks_that_all_come_meet(rank_0):
     assert stores[1].get("here") == b"yes"
 
 
+def test_a_rank_that_is_there_twice_is_named(rank_0):
+    given = __main__.job()._replace(ranks=3)
+    with ThreadPoolExecutor() as pool:
+        ranks = given, *[given._replace(rank=1, local_rank=1)] * 2
+        found = [result.exception() for result in [pool.submit(meeting.met, x, 2.0) for x in ranks]]
+    assert sum("RANK of its own, got two with 1" in str(x) for x in found) == 1
+    assert sum("of which rank 2 did not come within 2 seconds" in str(x) for x in found) == 2
+
+
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
@@ -465,6 +474,14 @@ def test_a_variable_that_is_missing_or_wrong_is_named(name, value, monkeypatch, 
     said = capsys.readouterr().err
     assert exit.value.code == 2 and f"error: {name} must be " in said
     assert f"got {value or 'nothing'}: write torchrun " in said and "unset WORLD_SIZE" in said
+
+
+def test_a_full_disk_is_no_wrong_result():
+    command = [sys.executable, "-m", "tp_headloss", "plan", "--tokens", "4", "--vocab", "8"]
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert result.returncode == 2
+    assert result.stderr.startswith("the report could not be written: [Errno 28]")
 
 
 def test_ranks_that_do_not_come_are_waited_for_in_plain_sight(rank_0, monkeypatch, capsys):

@@ -14,6 +14,7 @@ from own_families import registered
 
 import tp_headloss as hl
 from tp_headloss.statistics.family import Family, row_sum
+from tp_headloss.statistics.members import variables_of
 
 
 class Share(Family):
@@ -281,6 +282,43 @@ def test_a_part_of_an_attribute_must_not_require_a_gradient():
         pass
 
 
+class Below100(Share):
+    """The share of the ids below a number in its code."""
+
+    table = property(lambda self: range(int("1000000")))
+
+    def __init__(self):
+        pass
+
+    def of_columns(self, tile):
+        ids = tile.first_id + torch.arange(tile.z.shape[1])
+        return (ids < 100).to(tile.z)
+
+    def of_ids(self, ids):
+        return (ids < 100).double()
+
+
+class PositionsBelow100(Below100):
+    def of_columns(self, tile):
+        return (torch.arange(tile.z.shape[1]) < 100).to(tile.z)
+
+
+def test_a_number_in_code_may_be_an_id():
+    with registered(Below100()):
+        pass
+    words = "at the ids 0, 1, 2, 98, 99, 100"
+    with pytest.raises(ValueError, match=words), registered(PositionsBelow100()):
+        pass
+
+
+z = torch.randn(4, 9)  # of the name of an attribute that methods read
+
+
+def test_variables_with_the_name_of_an_attribute_are_no_tables():
+    found = variables_of(Below100.of_columns)
+    assert "z" not in found and found["torch"] is torch
+
+
 def test_ids_that_nothing_says_where_they_change_are_a_warning():
     class Odd(OfIds):
         def __init__(self):
@@ -292,7 +330,7 @@ def test_ids_that_nothing_says_where_they_change_are_a_warning():
         def of_columns(self, tile):
             return self.of_ids(tile.first_id + torch.arange(tile.z.shape[1])).to(tile.z)
 
-        table = property(lambda self: range(60))
+        table = property(lambda self: range(int("60")))
 
     with (
         pytest.warns(UserWarning, match="family Odd reads tile.first_id, but has no table"),

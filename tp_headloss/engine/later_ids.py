@@ -15,17 +15,18 @@ from typing import Any
 import torch
 
 from ..statistics import Family
-from ..statistics.members import attributes_of, functions_of, names_in, variables_of
+from ..statistics.members import attributes_of, functions_of, names_in, numbers_in, variables_of
 
 # integers above may be anything
 LARGEST_ID = 1 << 20
+MOST_OF_CODE = 1 << 17  # of numbers in code, which may be anything as well
 DEPTH = 3  # of containers in containers
 MOST_IDS = 24  # each of which takes two tries
 
 
 def ids_that_differ(family: Family, width: int) -> list[int]:
-    """Return the ids, above 0, at which tables of a family change first, and the first one of ids
-    that it has itself.
+    """Return the ids, above 0, at which tables of a family change first, the first one of ids that
+    it has itself, and numbers of its code that may be ids.
 
     width: tables are longer than this.
     """
@@ -36,6 +37,9 @@ def ids_that_differ(family: Family, width: int) -> list[int]:
                 found.add(_first_change(x, dim))
         if not x.is_floating_point() and not x.is_complex() and x.dtype != torch.bool:
             found.update(x[(x > 0) & (x < LARGEST_ID)].flatten()[:1].tolist())
+    for function in functions_of(family):
+        numbers = numbers_in(function.__code__)
+        found |= {x for x in numbers if width <= x < MOST_OF_CODE}
     return sorted(found - {0})[:MOST_IDS]
 
 

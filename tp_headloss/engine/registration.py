@@ -110,9 +110,11 @@ def _check_statistics(family: Family) -> None:
     for field in ("statistics", "gradients", "packet", "merged"):
         names = getattr(family, field)
         if not isinstance(names, tuple) or not all(map(_is_name, names)):
+            others = [x for x in names if not _is_name(x)] if isinstance(names, tuple) else []
+            said = f": {others[0]!r} cannot be the name of an attribute" if others else ""
             raise ValueError(
                 f"{type(family).__name__}.{field} must be a tuple of names such as ('energy',), "
-                f"got {names!r}"
+                f"got {names!r}{said}"
             )
     if not family.statistics:
         raise ValueError(

@@ -46,8 +46,9 @@ class Replacement:
         self.entries = {}
 
     def remove(self):
-        """Put back what was in place before, on all ranks of the shard's group. RuntimeError if
-        something else was installed on top of this; where an entry was deleted, nothing is."""
+        """Put back what was in place before, on all ranks of the shard's group: one that does it
+        alone makes the others wait, in the next call, until the group's timeout. RuntimeError if
+        something else was installed on top of this. An entry that was deleted is not put back."""
         for name, entry in self.entries.items():
             found = self.place.get(name, entry)
             if found != entry:  # not by identity: accelerate puts an equal method back

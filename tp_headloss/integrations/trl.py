@@ -111,7 +111,9 @@ def fuse_log_probs(
 
     Tokens without a label are dropped before the head, by each rank for itself. So each call begins
     with one small all-gather, before the model's body, in which ranks that share a vocabulary compare
-    their labels. Labels that differ, in shape or in value, are a ValueError on every rank, unless
+    their labels. A rank that calls it without ``fused_lm_head=True`` makes the others wait until the
+    group's timeout. Labels that differ, in shape or in value, or that one rank has not, are a
+    ValueError on every rank, unless
     `Linear` has max_valid_tokens: then nothing is compared. Another ``num_items_in_batch`` on one
     rank is never noticed, and gives that rank another ``loss``. A label outside of [0, V) other than
     -100 gives NaN at its token, and a ``loss`` of NaN.
@@ -242,6 +244,11 @@ class FusedLogProbs(InstalledForward):
         self.calls += 1
         given["use_cache"] = False
         layer, linear = output_layer(model), self.linear
+        has_none = given.get("labels") is None and given.get("shift_labels") is None
+        if has_none and linear.max_valid_tokens is None and not layer.weight.is_meta:
+            # so that ranks with labels are told so, and do not wait
+            none = torch.empty(0, dtype=torch.int64, device=layer.weight.device)
+            agreed_count(none, IGNORED_LABEL, self.checked_shard)
         labels = next_token_labels(given.get("labels"), given.get("shift_labels"), IGNORED_LABEL)
         # the valid tokens alone, as in TRL's head
         if linear.max_valid_tokens is None:

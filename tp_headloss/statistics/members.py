@@ -6,6 +6,7 @@ A registration looks for tables there, and full validation compares them between
 
 from __future__ import annotations
 
+import dis
 import inspect
 import types
 from typing import Any
@@ -51,19 +52,35 @@ def variables_of(function: types.FunctionType) -> dict[str, Any]:
     """Return what a function reads besides its arguments, by name: its closure, its defaults, and
     variables of its module."""
     defaults = inspect.signature(function).parameters.values()
-    names = names_in(function.__code__)
+    names = {x for code in codes_in(function.__code__) for x in _variables_in(code)}
     of_module = {name: x for name, x in function.__globals__.items() if name in names}
     of_defaults = {p.name: p.default for p in defaults if p.default is not p.empty}
     return of_module | of_defaults | closure_of(function)
 
 
+def codes_in(code: types.CodeType) -> list[types.CodeType]:
+    """Return code and that of the functions within it."""
+    within = [x for x in code.co_consts if isinstance(x, types.CodeType)]
+    return [code, *(inner for x in within for inner in codes_in(x))]
+
+
+def _variables_in(code: types.CodeType) -> set[str]:
+    """Return the names of the module's variables that code reads; of attributes, such as the z of
+    `tile.z`, none."""
+    return {
+        x.argval for x in dis.get_instructions(code) if x.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+    }
+
+
 def names_in(code: types.CodeType) -> set[str]:
     """Return the names of attributes and of variables of the module that code reads."""
-    found = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            found |= names_in(constant)
-    return found
+    return {name for x in codes_in(code) for name in x.co_names}
+
+
+def numbers_in(code: types.CodeType) -> set[int]:
+    """Return the integers that code has in it."""
+    constants = (number for x in codes_in(code) for number in x.co_consts)
+    return {x for x in constants if isinstance(x, int) and not isinstance(x, bool)}
 
 
 def functions_of(family: Family) -> list[types.FunctionType]:

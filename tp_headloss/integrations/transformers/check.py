@@ -74,8 +74,7 @@ class InstalledForward(Replacement):
             with Agreement(Options(validate="full"), self.checked_shard) as agreement:
                 for name, value in given.items():
                     lines[name].check(name, value, {})
-                if not replaces:  # TRL's head of a later trainer lies on an earlier one's autocast
-                    expect_autocast(model)
+                expect_autocast(model, self._before.get("forward"))
                 self.stock_forward = stock_forward(model)
                 expect_own_loss(model)
                 own_transform = config_transform(model.config.get_text_config())

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import sys
-import types
 from typing import Any
 
 from ..hooks import location
-from .mixed_precision import AUTOCAST_GOES_TOO
+from .mixed_precision import AUTOCAST_GOES_TOO, functions_below
 
 # attribute of a forward that computes its own loss, also behind the wrappers of others: the name of
 # its class
 FUSED = "_is_fused_head"
-FORWARDS = (types.FunctionType, types.MethodType)
 
 
 def stock_forward(model):
@@ -68,25 +65,9 @@ def is_of_trl(forward) -> bool:
 
 
 def head_below(forward) -> str | None:
-    """Return the name of the head of this package that a forward leads to, or None.
-
-    What wraps a forward holds it as ``__wrapped__``, or in a variable of its closure.
-    """
-    waiting, seen = [forward], set()
-    while waiting:
-        function = waiting.pop()
-        function = getattr(function, "__func__", function)
-        if id(function) in seen:
-            continue
-        seen.add(id(function))
-        if (name := getattr(function, FUSED, None)) is not None:
-            return name
-        inner = [getattr(function, "__wrapped__", None)]
-        for cell in getattr(function, "__closure__", None) or ():
-            with contextlib.suppress(ValueError):  # of a cell that is empty
-                inner.append(cell.cell_contents)
-        waiting += [x for x in inner if isinstance(x, FORWARDS) or hasattr(x, "__wrapped__")]
-    return None
+    """Return the name of the head of this package that a forward leads to, or None."""
+    names = (getattr(function, FUSED, None) for function in functions_below(forward))
+    return next((name for name in names if name is not None), None)
 
 
 def without_head_below(name: str) -> str:

@@ -11,13 +11,15 @@ from __future__ import annotations
 import inspect
 import sys
 import types
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 
 # entry of a model that accelerate prepared: the forward that it found
 ORIGINAL = "_original_forward"
+FORWARDS = (types.FunctionType, types.MethodType)
 # what a reader must know who takes a forward off
 AUTOCAST_GOES_TOO = (
     "a model that accelerate has prepared for bf16 or fp16 loses its autocast, too: load it again"
@@ -72,13 +74,39 @@ def _operations() -> Any:
     return sys.modules.get("accelerate.utils.operations")
 
 
-def expect_autocast(model):
-    """Raise ValueError for a model whose forward was deleted after accelerate prepared it."""
-    if ORIGINAL not in vars(model) or "forward" in vars(model):
+def functions_below(forward) -> Iterator[Any]:
+    """Yield a forward and the functions that it leads to.
+
+    What wraps a forward holds it as ``__wrapped__``, or in a variable of its closure.
+    """
+    waiting, seen = [forward], set()
+    while waiting:
+        function = waiting.pop()
+        function = getattr(function, "__func__", function)
+        if id(function) in seen:
+            continue
+        seen.add(id(function))
+        yield function
+        inner = [getattr(function, "__wrapped__", None)]
+        for cell in getattr(function, "__closure__", None) or ():
+            with suppress(ValueError):  # of a cell that is empty
+                inner.append(cell.cell_contents)
+        waiting += [x for x in inner if isinstance(x, FORWARDS) or hasattr(x, "__wrapped__")]
+
+
+def expect_autocast(model, forward):
+    """Raise ValueError for a model whose forward was deleted after accelerate prepared it.
+
+    forward: the one that the model has of its own now, which may lie on accelerate's; or None.
+    """
+    accelerate = _operations()
+    if ORIGINAL not in vars(model) or accelerate is None:
+        return
+    if any(isinstance(x, accelerate.ConvertOutputsToFp32) for x in functions_below(forward)):
         return
     raise ValueError(
         f"the forward of this {type(model).__name__} must be the one with which accelerate prepared "
-        "it for bf16 or fp16, got none: del model.forward took its autocast off, with all that was "
+        "it for bf16 or fp16, got another: del model.forward took its autocast off, with all that was "
         "below it, such as TRL's head and its temperature. Load the model and make the trainer "
         f"again, or if it is to be without, del model.{ORIGINAL}"
     )
