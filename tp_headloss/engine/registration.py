@@ -5,6 +5,7 @@ Rows and statistics are known by name, in plain torch and in device functions, s
 one owner.
 """
 
+import contextlib
 import inspect
 import keyword
 from typing import Annotated, Any
@@ -79,8 +80,11 @@ def register_statistic(family: Annotated[Family, Instance(Family)]) -> None:
     _check_wanted(family)
     _check_device(family)
     tried = watched(family)
-    # tensors of inference mode do not say whether they were changed
-    with torch.device("cpu"), torch.inference_mode(False), torch.no_grad():
+    # A context of a device makes each operation slower, so there is none where nothing needs it.
+    # Tensors of inference mode do not say whether they were changed.
+    elsewhere = torch.get_default_device().type != "cpu"
+    on_cpu = torch.device("cpu") if elsewhere else contextlib.nullcontext()
+    with on_cpu, torch.inference_mode(False), torch.no_grad():
         trial = Trial(tried, statistics.families_with(tried))
         _check_results(trial)
         try_family(trial)
