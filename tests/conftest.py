@@ -68,8 +68,9 @@ def pytest_configure(config):
 # Long files, those that take most time of a processor first, so that no worker is left alone with
 # one of them.
 LONG = [
-    "test_structure", "test_training", "test_trainers", "test_compile", "test_transformers",
-    "test_megatron", "test_topk_distillation", "test_verl_engine", "test_distill_launch",
+    "test_structure", "test_training", "test_trainers", "test_transformers", "test_fp8",
+    "test_megatron", "test_registration_ids", "test_registration", "test_report", "test_compile",
+    "test_ways", "test_topk_distillation", "test_verl_engine", "test_distill_launch",
     "test_hosts_gpu", "test_accuracy", "test_generated", "test_torchtitan", "test_late_gradient",
     "test_bad_inputs", "test_draft_heads", "test_hub", "test_axolotl", "test_deepspeed",
     "test_wrapping", "test_faults", "test_sampling", "test_spec",

@@ -315,7 +315,7 @@ def test_the_two_parts_are_the_gradient(case, width, backend, device):
 # more tokens than a program of the list has marks of four, too
 @pytest.mark.parametrize(
     ("start", "tokens", "width"),
-    [(0, 37, 403), (1, 37, 403), (6, 37, 403), (403, 37, 403), (0, 261, 70)],
+    [(0, 37, 403), (6, 37, 403), (403, 37, 403), (0, 261, 70)],
 )
 def test_kernel_and_definition_agree(start, tokens, width, device):
     logits = 5 * torch.randn(tokens, width, device=device)
@@ -330,8 +330,9 @@ def test_kernel_and_definition_agree(start, tokens, width, device):
     assert torch.allclose(rebuilt(a, width), rebuilt(b, width), rtol=0.26)
 
 
-@pytest.mark.parametrize("start", [0, 6])
-@pytest.mark.parametrize("given", [("lse",), ("log_prob",), ("lse", "log_prob")])
+@pytest.mark.parametrize(
+    ("given", "start"), [(("lse",), 0), (("log_prob",), 6), (("lse", "log_prob"), 6)]
+)
 def test_units_of_kernel_and_definition_agree(given, start, device):
     logits = 5 * torch.randn(37, 403, device=device)
     logits[3, 5] = math.nan
