@@ -23,7 +23,6 @@ import platform
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -290,8 +289,13 @@ def join(given: Job, backend: str) -> None:
         if not given.has_store:
             expect_store(given, WAIT.total_seconds())
         store = met(given, WAIT.total_seconds())
-        found: dict[str, Any] = {"store": store, "rank": given.rank, "world_size": given.ranks}
-        dist.init_process_group(backend, timeout=WAIT, **found)  # of its collectives, too
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=given.rank,
+            world_size=given.ranks,
+            timeout=WAIT,  # of its collectives, too
+        )
     except (TimeoutError, ValueError) as error:
         sys.exit(f"{error}\n{START}")
     except RuntimeError as error:

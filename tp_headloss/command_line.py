@@ -3,6 +3,12 @@
 import argparse
 import difflib
 import sys
+from collections.abc import Sequence
+
+
+def options_of(args: Sequence[str]) -> list[str]:
+    """Return the names of the options of a command line, without their values."""
+    return [x.split("=")[0] for x in args if x.startswith("--")]
 
 
 class Parser(argparse.ArgumentParser):
@@ -30,15 +36,14 @@ class Parser(argparse.ArgumentParser):
 
     def _expect_once(self, args) -> None:
         """Refuse an option of this parser that is there twice, of which argparse takes the last."""
-        names = [x.split("=")[0] for x in args if x.startswith("--")]
+        names = options_of(args)
         for name in self._option_string_actions:
             if names.count(name) > 1:
                 self.error(f"argument {name}: expected once, got {names.count(name)} times")
 
     def _unknown_among(self, args) -> tuple[str, ...]:
         """Options of a command line that this parser does not have."""
-        names = [x.split("=")[0] for x in args if x.startswith("--")]
-        return tuple(x for x in names if x not in self._option_string_actions)
+        return tuple(x for x in options_of(args) if x not in self._option_string_actions)
 
     def _meant_by(self, names: tuple[str, ...]) -> str:
         """Words for an error about unknown options; "" where none is like one that there is."""

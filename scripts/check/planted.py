@@ -1517,7 +1517,7 @@ GROUPS = {
         ("command_line.py", "Parser.error", "'required' in message and self.unknown", "self.unknown"),
         ("command_line.py", "Parser.error", "'required' in message and self.unknown", "'required' in message"),
         ("command_line.py", "Parser.error", "'argument command' in message and self.unknown", "False"),
-        ("command_line.py", "Parser._unknown_among", "x.split('=')[0]", "x"),
+        ("command_line.py", "options_of", "x.split('=')[0]", "x"),
         ("plan.py", "add_command", "allow_abbrev=False", "allow_abbrev=True"),
         ("command_line.py", "Parser.parse_known_args", "if rest:\n    meant = self._meant_by(self._unknown_among(rest))\n    self.error(f\"unrecognized arguments: {' '.join(rest)}{meant}\")", "pass"),
         ("command_line.py", "Parser.parse_known_args", "self._unknown_among(rest)", "()"),

@@ -113,10 +113,9 @@ def fuse_log_probs(
     with one small all-gather, before the model's body, in which ranks that share a vocabulary compare
     their labels. A rank that calls it without ``fused_lm_head=True`` makes the others wait until the
     group's timeout. Labels that differ, in shape or in value, or that one rank has not, are a
-    ValueError on every rank, unless
-    `Linear` has max_valid_tokens: then nothing is compared. Another ``num_items_in_batch`` on one
-    rank is never noticed, and gives that rank another ``loss``. A label outside of [0, V) other than
-    -100 gives NaN at its token, and a ``loss`` of NaN.
+    ValueError on every rank, unless `Linear` has max_valid_tokens: then nothing is compared. Another
+    ``num_items_in_batch`` on one rank is never noticed, and gives that rank another ``loss``. A label
+    outside of [0, V) other than -100 gives NaN at its token, and a ``loss`` of NaN.
 
     Args:
         temperature: divides the logits; TRL's default is 1.0.
