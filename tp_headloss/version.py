@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
 
 __version__ = "0.3.0.dev0"
+PACKAGE = __name__.rpartition(".")[0]  # a copy of another name is its own
 FOLDER = Path(__file__).parent
 SOURCES = (".py", ".cu", ".cuh")
 HEADER = 16  # bytes of a compiled file, with the time of its source
@@ -23,7 +24,7 @@ def digest_of_sources(folder: Traversable | None = None) -> str:
     They may be in a zip archive, or compiled files alone. folder: by default this package's.
     """
     digest = hashlib.sha256()
-    for name, content in _sources(resources.files(__package__) if folder is None else folder):
+    for name, content in _sources(resources.files(PACKAGE) if folder is None else folder):
         digest.update(f"{name}\0".encode())
         digest.update(content)
     return digest.hexdigest()[:12]
