@@ -438,6 +438,11 @@ def refusals(group):
         "output_dtype (--output-logit-dtype) must be the model's torch.float32, got torch.bf"
     )
     layer.output_dtype = torch.float32  # that of the model
+    with mock.patch.object(model.config, "sequence_parallel", True):
+        refused(
+            lambda: head.losses_from_hidden(hidden, None, layer, labels, model.config),
+            "sequence_parallel of the output layer and of the model's config must be equal",
+        )
     install(model, head).remove()
     model.output_layer = Adapted(layer)
     installing("ColumnParallelLinear without a forward of its own, got Adapted", TypeError)

@@ -242,12 +242,6 @@ def _refuse_layer(model, fused: bool):
     refuse_options(model.config, layer)
     refuse_ignored(layer)
     expect_rows(layer, _weight(model))
-    of_layer, of_config = layer.sequence_parallel, model.config.sequence_parallel
-    if layer.tp_group.size() > 1 and of_layer != of_config:
-        raise ValueError(
-            "sequence_parallel of the output layer and of the model's config must be equal, got "
-            f"{of_layer} and {of_config}"
-        )
 
 
 def _fused_classes() -> tuple[type, ...]:

@@ -125,6 +125,12 @@ def refuse_options(config, layer):
             "the output layer's weight must be sharded over its tensor-parallel group alone, got "
             f"gtp_remat_size={layer.gtp_remat_size}: use fused=False"
         )
+    of_layer, of_config = layer.sequence_parallel, config.sequence_parallel
+    if layer.tp_group.size() > 1 and of_layer != of_config:
+        raise ValueError(
+            "sequence_parallel of the output layer and of the model's config must be equal, got "
+            f"{of_layer} and {of_config}"
+        )
 
 
 def refuse_ignored(layer):
