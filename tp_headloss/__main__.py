@@ -44,7 +44,12 @@ from .meeting import (
     uses_gpus,
 )
 from .ranks.comm import gather_objects, group_size, say_presence, silent_ranks
-from .settings import changed_settings, torch_defaults, warnings_of_settings
+from .settings import (
+    changed_settings,
+    expect_interpreter_setting,
+    torch_defaults,
+    warnings_of_settings,
+)
 from .version import FOLDER, digest_of_sources
 
 NEEDED = {"torch": "2.11", "triton": "3.6"}  # oldest versions
@@ -297,12 +302,12 @@ def join(given: Job, backend: str) -> None:
             timeout=WAIT,  # of its collectives, too
         )
     except (TimeoutError, ValueError) as error:
-        sys.exit(f"{error}\n{START}")
+        sys.exit(f"FAILED: {error}\n{START}")
     except RuntimeError as error:
         (reason, *_) = str(error).splitlines() or [""]
         said = OF_A_USED_PORT if USED in reason else ""
         sys.exit(
-            f"expected {given.ranks} ranks at {given.address}, got "
+            f"FAILED: expected {given.ranks} ranks at {given.address}, got "
             f"{type(error).__name__}: {reason}\n{said}{START}"
         )
 
@@ -383,6 +388,7 @@ def main() -> None:
             plan.run(given, plan_parser)
         return
     try:
+        expect_interpreter_setting()
         this = job()
         expect_network(this)
     except ValueError as error:

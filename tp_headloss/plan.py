@@ -352,11 +352,16 @@ def add_command(commands) -> argparse.ArgumentParser:
     parser.add_argument(
         "--from", choices=("logits", "hidden"), default="logits", dest="start", help="what is given"
     )
-    parser.add_argument("--bandwidth", type=terabytes, metavar="TB/S", help="of the GPU's memory")
+    parser.add_argument(
+        "--bandwidth",
+        type=terabytes,
+        metavar="TB/S",
+        help="of the GPU's memory (default: NVIDIA's number for this GPU, or an H100)",
+    )
     parser.add_argument(
         "--tflops",
         type=teraflops,
-        help="of the GPU's products of this dtype, for --from hidden",
+        help="of the GPU's products of this dtype, for --from hidden (default as --bandwidth)",
     )
     return parser
 
@@ -387,21 +392,21 @@ def run(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
 
 
 def terabytes(text: str) -> float:
-    """TB/s that a GPU's memory can have, for argparse: no GB/s."""
-    return number_below(100, text, "TB/s")
+    """TB/s that a GPU's memory can have, for argparse: neither GB/s nor PB/s."""
+    return number_between(0.01, 100, text, "TB/s")
 
 
 def teraflops(text: str) -> float:
-    """TFLOP/s that a GPU can have, for argparse: no GFLOP/s."""
-    return number_below(10_000, text, "TFLOP/s")
+    """TFLOP/s that a GPU can have, for argparse: neither GFLOP/s nor PFLOP/s."""
+    return number_between(1, 10_000, text, "TFLOP/s")
 
 
-def number_below(most: int, text: str, unit: str) -> float:
-    """The positive number in a text; ArgumentTypeError unless it is below another one."""
+def number_between(least: float, most: int, text: str, unit: str) -> float:
+    """The number in a text; ArgumentTypeError unless it is between two others."""
     with contextlib.suppress(ValueError):
-        if 0 < (number := float(text)) < most:
+        if least <= (number := float(text)) <= most:
             return number
-    raise argparse.ArgumentTypeError(f"expected {unit}, below {most}, got {text!r}")
+    raise argparse.ArgumentTypeError(f"expected {unit}, from {least:g} to {most}, got {text!r}")
 
 
 def positive(text: str) -> int:

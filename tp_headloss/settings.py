@@ -1,6 +1,7 @@
-"""Settings of torch that a process may begin with: what they are, and a context without them."""
+"""Settings that a process may begin with: what they are, and a context without those of torch."""
 
 import contextlib
+import os
 from collections.abc import Iterator
 
 import torch
@@ -32,6 +33,14 @@ def changed_settings() -> list[str]:
         f"float32 matmul precision {precision}": precision != "highest",
     }
     return [name for name, is_changed in settings.items() if is_changed]
+
+
+def expect_interpreter_setting() -> None:
+    """Raise ValueError for a TRITON_INTERPRET that Triton and this package would take for different
+    things."""
+    value = os.environ.get("TRITON_INTERPRET", "")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"TRITON_INTERPRET must be 1, or not set, got {value}")
 
 
 @contextlib.contextmanager

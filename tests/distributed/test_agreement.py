@@ -229,7 +229,9 @@ def mine(factor, stats):
 CASES = {
     "labels of another dtype": ("statistics", None, lambda c: c.rewrite(labels=c.labels.float()), "TypeError", "int64"),
     "one label too few": ("statistics", None, lambda c: c.rewrite(labels=c.labels[1:]), "ValueError", "shape [6]"),
-    "labels of other values": ("statistics", None, relabelled, "ValueError", "labels"),
+    "labels of other values": (
+        "statistics", None, relabelled, "ValueError", "shard= has the data-parallel group",
+    ),
     "logits without a gradient": ("head", None, lambda c: c.rewrite(x=c.x.detach()), "ValueError", "s.requires_grad"),
     "no labels": ("statistics", None, lambda c: c.rewrite(labels=None), "ValueError", "labels"),
     "a token too few": (

@@ -298,3 +298,4 @@ def test_check_says_that_ranks_disagree_where_a_rank_has_a_good_label(labels):
         assert said.startswith("label of token 1 "), said
         is_good = label == -100 or 0 <= label < V
         assert ("which ranks do not agree on" in said) == is_good, said
+        assert ("do they hold other batches? Then shard=" in said) == is_good, said

@@ -28,7 +28,7 @@ from tp_headloss.engine.backend import load_backend
 from tp_headloss.linear_head import fp8 as sweep
 from tp_headloss.linear_head.blocks import Sizes, row_stride, tokens_that_fit
 
-N, V, H = 40, 272, 32
+N, V, H = 27, 272, 32
 FP8 = Linear(gradients="fp8")
 TERMS = {
     "cross-entropy": [CrossEntropy()],

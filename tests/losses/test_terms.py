@@ -2,6 +2,7 @@
 
 import functools
 import pickle
+import sys
 import warnings
 
 import pytest
@@ -240,6 +241,35 @@ def test_a_function_that_changes_what_others_read_is_an_error_that_names_it(
             head(hidden @ weight.T, labels, **given)
         else:
             head.linear(hidden, weight, labels, linear=hl.Linear(mode), **given)
+
+
+def test_check_finds_what_is_written_without_a_word(device):
+    """As by a collective, tensors do not count what is written through `.data`."""
+    doubled = hl.Metric(lambda s: {"p": s.log_prob.data.mul_(2)})
+    x, labels = torch.randn(6, V, device=device), torch.arange(6, device=device)
+    head = hl.HeadLoss(metrics=doubled, options=hl.Options(check=True))
+    with pytest.raises(RuntimeError, match=r"must not change them in place .*dist\.all_reduce"):
+        head(x, labels)
+    x[1], labels[2] = torch.nan, -100  # NaN is equal to itself
+    hl.HeadLoss(metrics="perplexity", options=hl.Options(check=True))(x.nan_to_num(0.0), labels)
+    with pytest.raises(ValueError, match="NaN"):
+        hl.HeadLoss(options=hl.Options(check=True))(x, labels)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes")
+def test_mistakes_with_statistics_are_answered(device):
+    x, labels = torch.randn(3, V, device=device), torch.tensor([-100, 1, 2], device=device)
+
+    def sets_a_field(stats):
+        stats.log_prob = stats.log_prob * 2
+
+    with pytest.raises(AttributeError) as found:
+        hl.HeadLoss(hl.Term("a", sets_a_field))(x, labels)
+    assert "statistics are read only" in found.value.__notes__[0]
+    table = torch.rand(V // 2)  # on a GPU such an index ends the process
+    with pytest.raises(IndexError) as found:
+        hl.HeadLoss(hl.Term("a", lambda s: -table[s.labels] * s.log_prob))(x.cpu(), labels.cpu())
+    assert "stats.labels.clamp(min=0)" in found.value.__notes__[0]
 
 
 def test_an_input_per_sequence_is_spread_and_an_ambiguous_one_refused(device):

@@ -25,6 +25,7 @@ from tp_headloss import (
     IdSets,
     KLToReference,
     Linear,
+    Metric,
     Options,
     PolicyGradient,
     SamplingRule,
@@ -312,6 +313,14 @@ MESSAGES = {
         "did you mean 'label_smoothing'?",
     ),
     "metric's spelling": (lambda: HeadLoss(metrics="acuracy"), "did you mean 'accuracy'?"),
+    "several metrics": (
+        lambda: HeadLoss(metrics=("top5_accuracy", "top1_accuracy", "zzz")),
+        "'zzz']; 'top1_accuracy': write \"accuracy\"; 'top5_accuracy': write TopKAccuracy(5)",
+    ),
+    "several statistics": (
+        lambda: Metric(lambda stats: {}, want=("entropi", "argmaxx")),
+        "; 'argmaxx': did you mean 'argmax'?; 'entropi': did you mean 'entropy'?",
+    ),
     "a metric without brackets": (
         lambda: HeadLoss(metrics=BitsPerByte),
         "got BitsPerByte: call it, BitsPerByte(..)",

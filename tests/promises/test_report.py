@@ -458,6 +458,19 @@ def test_separate_checks_are_warned_of(tasks, warns, name, launcher, command, mo
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize(("value", "code"), [("true", 2), ("0", None)])
+def test_a_word_that_triton_alone_takes_for_1_is_refused(value, code, monkeypatch, capsys):
+    monkeypatch.setenv("TRITON_INTERPRET", value)
+    monkeypatch.setattr(sys, "argv", ["tp_headloss"])
+    monkeypatch.setattr(__main__, "report_of_job", lambda job: ([], True))
+    with pytest.raises(SystemExit) as ended:
+        __main__.main()
+    assert ended.value.code == (code or 0)
+    assert ("TRITON_INTERPRET must be 1, or not set, got true" in capsys.readouterr().err) == bool(
+        code
+    )
+
+
 WRONG = [(name, value) for name in OF_TORCHRUN for value in ("", "two", "-1", "2147483648")]
 
 
@@ -488,7 +501,7 @@ def test_ranks_that_do_not_come_are_waited_for_in_plain_sight(rank_0, monkeypatc
     port = os.environ["MASTER_PORT"]
     monkeypatch.setattr(__main__, "WAIT", timedelta(seconds=1))
     meeting = f"2 ranks at localhost:{port}"
-    says = f"expected {meeting}, of which rank 1 did not come within 1 seconds\n.*unset WORLD_SIZE"
+    says = f"^FAILED: expected {meeting}, of which rank 1 did not come within 1 seconds\n.*unset WORLD_SIZE"
     with pytest.raises(SystemExit, match=says):
         __main__.join(__main__.job(), "gloo")
     assert capsys.readouterr().out.startswith(f"waiting for {meeting}; to check one process, unset")

@@ -3,6 +3,7 @@
 `Agreement` exchanges them.
 """
 
+from ..spec.checks import OTHER_BATCHES
 from .own_ids import expect_own_ids
 
 # of the error for sequences that ranks of their group do not have in common
@@ -55,6 +56,7 @@ def _compare_with_first(first: dict, other: dict, rank: int, advice: str = ""):
             said = found if expected != found else "other values"
             entry = ".".join(name.split(".")[:2])
             of = f" of {first[f'{entry}.name'][0]}" if f"{entry}.name" in first else ""
+            advice = advice or OTHER_BATCHES * (name == "labels")
             raise ValueError(
                 f"ranks must agree on {name}{of}: rank 0 of the group has {expected}, got {said} "
                 f"on rank {rank}{advice}"

@@ -14,7 +14,13 @@ from ..engine.request import Request
 from ..engine.ways import Way, general
 from ..ranks.shard import VocabShard
 from ..spec import FLAG, Labels, Logits, TokenIds, TotalWeight, described
-from ..spec.checks import hint_of_label, refuse_export, refuse_tokens, refuse_transforms
+from ..spec.checks import (
+    OTHER_BATCHES,
+    hint_of_label,
+    refuse_export,
+    refuse_tokens,
+    refuse_transforms,
+)
 from ..statistics import MaybeNone, VocabStatistics, documented_fields, without_arithmetic
 from .agreement import Agreement
 from .compile import uncompiled_where_needed
@@ -250,12 +256,15 @@ def hint_alone(shard: VocabShard, question: str = "are these logits one rank's c
 def _check_labels(labels, owners, valid, request):
     shard, ignore_index = request.shard, request.facts.ignore_index
 
-    def message(token: int) -> str:
+    def reason(token: int) -> str:
         label = int(labels.flatten()[token])
-        why = "ranks do not agree on"
-        if int(owners.flatten()[token]) == 0:
-            is_id = 0 <= label < shard.vocab_size  # of another rank it may be none
-            why = "ranks do not agree on, or no shard owns" if is_id else "no shard owns"
+        if int(owners.flatten()[token]) > 0:
+            return "ranks do not agree on"
+        is_id = 0 <= label < shard.vocab_size  # of another rank it may be none
+        return "ranks do not agree on, or no shard owns" if is_id else "no shard owns"
+
+    def message(token: int) -> str:
+        label, why = int(labels.flatten()[token]), reason(token)
         return (
             f"label of token {token} (flat index) must be the ignore_index or in [0, "
             f"{shard.vocab_size}), got {label}, which {why}"
@@ -263,6 +272,7 @@ def _check_labels(labels, owners, valid, request):
 
     def what_to_do(token: int) -> str:
         label = int(labels.flatten()[token])
-        return hint_of_label(label, ignore_index) or hint_alone(shard)
+        others = OTHER_BATCHES if "agree" in reason(token) else ""
+        return hint_of_label(label, ignore_index) or hint_alone(shard) or others
 
     refuse_tokens(valid & (owners != 1), message, what_to_do)

@@ -22,7 +22,7 @@ from ..spec import (
     Line,
     lines_within,
 )
-from ..spec.aliases import hint
+from ..spec.aliases import hint, join_hints
 from ..spec.checks import FP32_MAX, is_number
 from ..spec.words import as_a_list, two_copies
 from ..statistics import (
@@ -106,7 +106,7 @@ class HeadLossDefinition(NamedTuple):
         if len(set(named)) != len(named):
             raise ValueError(f"metrics must have distinct names, got {list(named)}")
         if unknown := set(named) - set(METRICS):
-            said = advice_on_metric(min(unknown))
+            said = join_hints({name: advice_on_metric(name) for name in sorted(unknown)})
             raise ValueError(f"metrics must be of {sorted(METRICS)}, got {sorted(unknown)}{said}")
         total_weight = _class_weight_of_total(terms, token_metrics)
         _expect_one_over((*terms, *token_metrics))

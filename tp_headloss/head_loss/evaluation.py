@@ -116,7 +116,7 @@ def checked_evaluation(run: Callable, check: bool, functions, metrics, stats, in
 
     check: of `Options`.
     """
-    with expect_unchanged([*functions, *metrics], stats, inputs):
+    with expect_unchanged([*functions, *metrics], stats, inputs, check):
         found = run(functions, metrics, stats, inputs, *args)
     if check:
         for function, value in zip(functions, found[0]):
@@ -129,31 +129,44 @@ def checked_evaluation(run: Callable, check: bool, functions, metrics, stats, in
 
 @contextlib.contextmanager
 def expect_unchanged(
-    functions: list[StatisticsFunction], stats: VocabStatistics, inputs: dict[str, Any]
+    functions: list[StatisticsFunction],
+    stats: VocabStatistics,
+    inputs: dict[str, Any],
+    check: bool = False,
 ):
     """Raise RuntimeError if functions that are evaluated within write to what others, and the
     caller, read as well.
 
-    Tensors of torch.inference_mode() do not say whether they were written to.
+    check: compare values, too. Tensors of torch.inference_mode(), and collectives, do not say that
+    a tensor was written to.
     """
+    given = [x for x in (*stats, *inputs.values()) if isinstance(x, torch.Tensor)]
 
     def versions():
-        given = *stats, *inputs.values()
-        return [x._version for x in given if isinstance(x, torch.Tensor) and not x.is_inference()]
+        return [x._version for x in given if not x.is_inference()]
 
     error, before = None, versions()
+    copies = [x.detach().clone() for x in given] if check else []
     try:
         yield
     except RuntimeError as found:
         if "in-place" not in str(found) and "inplace" not in str(found):
             raise
         error = found
-    if error is not None or versions() != before:
+    is_unchanged = error is None and versions() == before and all(map(_is_same, given, copies))
+    if not is_unchanged:
         owners = [f.owner for f in functions if not isinstance(f.function, StatisticValue)]
         raise RuntimeError(
-            "functions of statistics and inputs must not change them in place (x *= 2, x.exp_()), "
-            f"which others read as well: write x = x * 2; got a change by {' or '.join(owners)}"
+            "functions of statistics and inputs must not change them in place (x *= 2, x.exp_(), "
+            "dist.all_reduce(x): they are of the whole vocabulary, equal on all ranks), which "
+            "others read as well: write x = x * 2; got a change by "
+            f"{' or '.join(owners)}"
         ) from error
+
+
+def _is_same(x: torch.Tensor, copy: torch.Tensor) -> bool:
+    """Return True for equal values, NaN among them."""
+    return torch.allclose(x.detach(), copy, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def _expect_gradient(owner: str, value: torch.Tensor, stats: VocabStatistics):
@@ -274,6 +287,13 @@ def _add_note(error: Exception, function: StatisticsFunction, stats, inputs):
     """Add a note to an error that names the function and the shapes that it got."""
     if not hasattr(error, "add_note"):  # before Python 3.11
         return
+    if isinstance(error, AttributeError) and "can't set attribute" in str(error):
+        error.add_note("statistics are read only: keep a new value in a variable of your own")
+    if isinstance(error, IndexError) and stats.labels is not None:
+        error.add_note(
+            "stats.labels of ignored tokens are the ignore_index, and no place in a table: look it "
+            "up at stats.labels.clamp(min=0)"
+        )
     said = f"in {function.owner}, whose statistics are {list(stats.lse.shape)}"
     given = {name: inputs[name] for name in function.inputs}
     shapes = [f"{k!r} {list(x.shape)}" for k, x in given.items() if isinstance(x, torch.Tensor)]

@@ -193,7 +193,8 @@ class HeadLoss(nn.Module):
                 value per sequence, which terms get as [..] too, where that is not the labels'
                 shape; for terms of "log_probs_at", tensors [.., K], "ids" among them; "sequences",
                 a `Sequences` with the labels' shape, whose mask ignores tokens; "teacher", a
-                `Teacher` or a `TopKTeacher`, for `linear` also a `TeacherHead`; "sets", `IdSets`.
+                `Teacher` or a `TopKTeacher`, for `linear` also a `TeacherHead`; "sets", `IdSets`
+                of the same ``transform``.
 
         Raises:
             TypeError, ValueError: the errors of `vocab_statistics`, and inputs that terms need and

@@ -275,7 +275,8 @@ def _checked_sums(outputs: Outputs) -> list[dict[str, torch.Tensor]]:
     if not outputs:
         raise ValueError(
             "outputs must be at least one HeadLossOutput, got an empty list: a rank without batches "
-            "passes that of a call with no tokens, head_loss(logits[:0], labels[:0])"
+            "passes that of a call with no tokens, head_loss(torch.zeros(0, V/P, device=..), "
+            "torch.zeros(0, dtype=torch.int64, device=..)), whose inputs per token are empty, too"
         )
     parts = [_sums_by_name(out) for out in outputs]
     names = [list(part) for part in parts]

@@ -26,7 +26,7 @@ from ..spec import (
     WeightBounds,
     checked,
 )
-from ..spec.aliases import hint
+from ..spec.aliases import hints
 from ..statistics import VocabStatistics
 from .terms import Metric, Over, Term, over_sets
 
@@ -122,7 +122,7 @@ def PolicyGradient(
         rollout_log_weight: add the input "rollout_log_weight", log-weights per token, to the
             log-ratios of "vespo": ``old_log_prob - generator_log_prob``.
         over: "sets": log-probs renormalised over each token's set (input "sets"), inputs too, as
-            truncating samplers'.
+            truncating samplers'. The sets are those of the loss's `Transform`.
         name: the term's name, by default the objective's.
         options: keyword arguments of the objective's function, such as ``clip=(0.2, 0.28)`` or
             ``dual_clip=3.0``.
@@ -183,7 +183,7 @@ def KLToReference(
         importance_weight: by default none; "on-policy" for a weight of value 1 with the score function's
             gradient; "old" or "generator" for the ratio to the input "old_log_prob" or
             "generator_log_prob", which gets no gradient.
-        options: the clamps of `losses.kl_estimate`.
+        options: the clamps of `losses.kl_estimate`, ``input_clamp=None, output_clamp=None`` for none.
 
     Examples:
         >>> logits, labels = torch.zeros(1, 2, 4), torch.tensor([[0, 3]])  # [batch, sequence, V]
@@ -383,7 +383,7 @@ def _expect_options(owner: str, function, names, options):
     if unknown := sorted(set(options) - set(allowed)):
         raise TypeError(
             f"{owner} takes the options {allowed}, got "
-            f"{unknown}{hint(unknown[0], allowed, 'keyword')}"
+            f"{unknown}{hints(unknown, allowed, 'keyword')}"
         )
     for name, value in options.items():
         function.lines[name].check(f"{owner}: {name}", value, {})

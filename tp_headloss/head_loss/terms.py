@@ -50,7 +50,10 @@ class Term:
         function: ``function(stats, **inputs) -> [..] fp32``, a loss per token; `HeadLoss` masks and
             averages. It reads the statistics that it gets: those of another call train that one's
             logits. Values must be equal on all ranks of the shard's group: nothing of the rank's
-            own columns, no dropout by its own seed. A `StatisticValue`, such as
+            own columns, no dropout by its own seed. They are of the whole vocabulary, so need no
+            sum over ranks, and are not written to: an error, which of collectives, as
+            ``dist.all_reduce(stats.entropy)``, ``Options(check=True)`` alone finds. A
+            `StatisticValue`, such as
             ``StatisticValue("lse", square=True)``, needs no kernel of its own, and wants its
             statistic by itself. A term is not called itself: ``term.function(stats)`` has the
             values alone. To pickle a HeadLoss, use functions of a module, and `functools.partial`

@@ -5,7 +5,7 @@ import torch
 
 from ..engine.request import Request, TokenOrder
 from ..ranks.comm import gather_from_ranks
-from ..spec.checks import hint_of_label, refuse_tokens
+from ..spec.checks import OTHER_BATCHES, hint_of_label, refuse_tokens
 from ..statistics import IGNORED
 
 # Outputs of ignored tokens and of valid ones that were not picked; all others are 0 and NaN.
@@ -35,11 +35,11 @@ def check_range(labels: torch.Tensor, ignore_index: int, vocab_size: int, group)
             f"{vocab_size}), got {int(labels.flatten()[token])}{said}"
         )
 
-    refuse_tokens(
-        of_ranks[:, 1].any(0) | differ,
-        message,
-        lambda token: hint_of_label(int(labels.flatten()[token]), ignore_index),
-    )
+    def what_to_do(token: int) -> str:
+        others = OTHER_BATCHES if differ.flatten()[token] else ""
+        return hint_of_label(int(labels.flatten()[token]), ignore_index) or others
+
+    refuse_tokens(of_ranks[:, 1].any(0) | differ, message, what_to_do)
 
 
 class ValidTokens(TokenOrder):

@@ -123,7 +123,9 @@ def kept_ids(
             blocks of tokens. Where neither it nor a shard is given, nothing tells hidden states
             from logits of H ids.
         shard: as in `vocab_statistics`.
-        transform: as in `vocab_statistics`; it has the temperature, and a weight's bias.
+        transform: as in `vocab_statistics`; it has the temperature, and a weight's bias. A loss over
+            the sets takes the same: at another temperature top_p and min_p keep other ids, which
+            nothing can tell from the sets.
         options: as in `vocab_statistics`.
 
     Returns:

@@ -109,6 +109,18 @@ def hint(value, names: Collection[str], of: str = "value") -> str:
     return f": did you mean {spelled[close[0]]!r}?"
 
 
+def hints(values: Collection[str], names: Collection[str], of: str = "value") -> str:
+    """Return `hint` of one name, or of each of several by name."""
+    return join_hints({value: hint(value, names, of) for value in sorted(values)})
+
+
+def join_hints(said: dict[str, str]) -> str:
+    """Return the only hint as it is, and each of several behind its name."""
+    if len(said) == 1:
+        return next(iter(said.values()))
+    return "".join(f"; {name!r}{text}" for name, text in said.items() if text)
+
+
 def _with_log_prob(name: str) -> str:
     """Return a name in our spelling of log-probs: "old_log_prob" for "old_logprobs"."""
     return re.sub(r"log_?p(rob)?s?$", LOG_PROB, name)

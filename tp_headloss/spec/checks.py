@@ -96,6 +96,13 @@ def refuse_tokens(
         raise ValueError(f"{message(first)}; {len(tokens)} such tokens{said}")
 
 
+# for the end of an error about labels that ranks do not agree on
+OTHER_BATCHES = (
+    ": do they hold other batches? Then shard= has the data-parallel group in the place of the "
+    "tensor-parallel one"
+)
+
+
 def hint_of_label(label: int, ignore_index: int) -> str:
     """Return what to write for a label that is no id, if the caller may mean that it is ignored."""
     is_none = label < 0 and label != ignore_index

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from .aliases import hint
+from .aliases import hint, hints
 from .checks import FP32_MAX, is_number
 from .tensor_line import DTYPES, Sizes, TensorLine, check_alike
 from .words import (
@@ -276,7 +276,7 @@ class Names:
         of: what an alias of these names is of.
     """
 
-    says = "names"
+    says = "a tuple of names"
     known: Callable[[], Any] | None = None
     hint: str = ""
     unheard: str = ""
@@ -288,7 +288,7 @@ class Names:
             said = f": write ({value!r},)" if isinstance(value, str) else as_a_list(value)
             raise TypeError(f"{name} must be a tuple of names, got {shown(value)}{said}")
         if self.known is not None and (unknown := set(value) - set(self.known())):
-            said = hint(min(unknown), self.known(), self.of) or self.unheard
+            said = hints(unknown, self.known(), self.of) or self.unheard
             raise ValueError(
                 f"{name} must be of {self.known()}, got {sorted(unknown)}{said}{self.hint}"
             )

@@ -58,7 +58,8 @@ class VocabStatistics(NamedTuple):
         total: sum of z (of w z if weighted) over columns above -inf.
         argmax: int64 vocabulary id, the lowest on ties; not differentiable.
         mass: with total, the number (weighted: sum of w) of columns above -inf; not differentiable.
-        labels: this rank's plain labels.
+        labels: this rank's plain labels, the ignore_index among them: a table of ids is read at
+            labels.clamp(min=0).
         valid: bool, the label is not the ignore_index.
         hits: bool, see `correct`.
         forward_kl: KL(teacher || student), nats, at the temperatures of the `Teacher`.

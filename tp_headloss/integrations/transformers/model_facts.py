@@ -120,7 +120,9 @@ def output_layer(model) -> nn.Linear:
             "the output layer must be a plain torch.nn.Linear (no quantization, no adapter but "
             "PEFT's LoRA without variants and bias) or DeepSpeed's LinearLayer "
             f"or VocabParallelLinear, got {type(layer).__module__}.{type(layer).__name__}: use "
-            "HeadLoss(..)(logits, labels) on its logits"
+            "HeadLoss(..)(logits, labels) on its logits, in a Trainer compute_loss_func=lambda out, "
+            "labels, num_items_in_batch=None: head_loss(out.logits[:, :-1], labels[:, 1:], "
+            "denominator=num_items_in_batch).loss"
         )
     return layer
 
