@@ -68,6 +68,11 @@ def assigned_heads(group):
 
     for value in (MegatronHead, HeadLoss, CrossEntropy(), SMOOTHED, "head", model_of()):
         refused(assigning(value), "megatron_head must be `MegatronHead`, or `Head", TypeError)
+
+    def misnamed():
+        model.head = head_of()
+
+    refused(misnamed, "is the model's megatron_head, got it as 'head'", AttributeError)
     refused(assigning(HeadLoss(reduction="sum")), "reduction='mean' or 'none', got 'sum'")
     refused(assigning(INPLACE), "Options(inplace=True) is for logits")
     refused(assigning(TAUGHT), "depth_terms need fused=True")

@@ -73,19 +73,23 @@ class MegatronHead(Observed):
             differentiated, for the ``loss_mask`` [b, s] that the model's forward got (None: ones);
             all gradients are NaN otherwise, and losses are 0 where the mask is. It does not apply
             to losses of multi-token prediction.
-        options: `Options`, for example ``inplace=True`` for fused=False.
+        options: `Options`, for example ``inplace=True`` for fused=False. Tokens in errors of
+            ``check=True`` are counted in Megatron's order [s, b]: token t is row t % b, place
+            t // b of the labels.
         observe: function that is called with the `HeadLossOutput` of each call, without graph and
             statistics. With multi-token prediction a forward makes 1 + D calls in Megatron's order:
             depths 1 to D, then the main head. The last d tokens of depth d, for which Megatron has
             no label, count in its metrics with the label 0. `mean_metrics` of all of them would mix
             depths and main head: for the main head's, take ``seen[D::D + 1]`` of a list `seen`, and
-            ``seen[d - 1::D + 1]`` for those of depth d.
+            ``seen[d - 1::D + 1]`` for those of depth d. A forward without labels makes D calls:
+            newer versions derive the depths' labels from the input ids. So observe in training and
+            evaluation apart, or give both labels.
 
     Arguments that are set later are an AttributeError: make another head.
 
     Attributes:
-        last: `HeadLossOutput` of the last call (with depths: of the main head), without graph and
-            statistics. Its ``loss`` is the losses [b, s] that Megatron gets.
+        last: `HeadLossOutput` of the last call (with depths: of the main head, after a forward
+            without labels of the last depth), without graph and statistics. Its ``loss`` is the losses [b, s] that Megatron gets.
         shard: `VocabShard` of the last call; None before the first. Its group is one that
             `mean_metrics` refuses as long as the head exists.
     """

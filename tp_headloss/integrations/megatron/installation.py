@@ -46,7 +46,8 @@ class Installed(Counted):
     computed no loss in it, or were removed before it.
 
     Attributes:
-        calls: number of losses that the head has computed.
+        calls: number of forwards with labels that the head has computed losses of; with fused=False
+            number of losses, those of depths among them. To see that it is not 0.
     """
 
     def __init__(self, model, head: MegatronHead, *names: str):

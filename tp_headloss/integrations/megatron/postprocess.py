@@ -70,6 +70,8 @@ class MegatronHeadMixin(GPTModel):
         # also because torch keeps a module, as a HeadLoss is, where the class's None hides it
         if name == "megatron_head":
             value = self._checked_head(value)
+        elif isinstance(value, MegatronHead):
+            raise AttributeError(f"a MegatronHead is the model's megatron_head, got it as {name!r}")
         super().__setattr__(name, value)
 
     def _checked_head(self, value) -> MegatronHead | None:
