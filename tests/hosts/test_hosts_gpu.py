@@ -1,5 +1,5 @@
 """The scripts of scripts/hosts_gpu on CPUs, with a tiny model: the host's own head and ours have
-one loss curve, and what they write becomes a table and a picture. Two hosts; all, and with torchrun
+one loss curve, and what they write becomes a table and a picture. One host; all, and with torchrun
 itself, with TP_HEADLOSS_FULL."""
 
 import json
@@ -13,10 +13,10 @@ from cases import FULL, ROOT, python_of
 FOLDER = ROOT / "scripts/hosts_gpu"
 SCRIPTS = {  # name -> environment, script, ranks, its ways
     "transformers": ("transformers-5.24.0", "transformers_trainer", 1),
-    "megatron": ("megatron-0.19.2", "megatron_core", 2),
 }
 if FULL:
     SCRIPTS |= {
+        "megatron": ("megatron-0.19.2", "megatron_core", 2),
         "transformers_2": ("transformers-5.24.0", "transformers_trainer", 2),
         "trl": ("transformers-5.24.0", "trl_trainer", 2),
         "trl_grpo": ("transformers-5.24.0", "trl_trainer", 1, "GRPO"),

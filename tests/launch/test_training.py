@@ -55,7 +55,7 @@ def whole(tmp_path_factory, cache):
     return out
 
 
-def test_sharded_training_equals_unsharded_and_resumes_bit_for_bit(tmp_path, cache, whole):
+def test_sharded_training_equals_unsharded(tmp_path, cache, whole):
     baseline = (
         "--baseline",
         *TINY.split(),
@@ -71,11 +71,6 @@ def test_sharded_training_equals_unsharded_and_resumes_bit_for_bit(tmp_path, cac
     assert max(abs(sharded[key][0] - plain[key][0]) for key in sharded) < 2e-5
     assert sharded["train", 24][0] < sharded["train", 1][0] - 0.3  # it learns
     assert (whole / "curves.png").stat().st_size > 10_000
-
-    parts = tmp_path / "parts"
-    run_sharded(parts, cache, *STEPS, "--stop-after", 5)
-    run_sharded(parts, cache, *STEPS, "--resume")
-    assert losses(parts) == sharded
 
 
 def test_a_run_goes_on_with_other_numbers_of_shards_and_replicas(tmp_path, cache, whole):

@@ -425,8 +425,10 @@ def test_a_reader_may_end_before_the_output(arguments):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
-@pytest.mark.parametrize("arguments", ["", "plan --tokens 8 --vocab 8"])
+@pytest.mark.parametrize(
+    ("arguments", "closed"),
+    [("", ">&-"), ("", "2>&-"), ("plan --tokens 8 --vocab 8", ">&- 2>&-")],
+)
 def test_a_closed_output_changes_no_result(arguments, closed):
     command = f"{sys.executable} -m tp_headloss {arguments} {closed}"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=ROOT)
