@@ -89,7 +89,8 @@ class MegatronHead(Observed):
 
     Attributes:
         last: `HeadLossOutput` of the last call (with depths: of the main head, after a forward
-            without labels of the last depth), without graph and statistics. Its ``loss`` is the losses [b, s] that Megatron gets.
+            without labels of the last depth), without graph and statistics. Its ``loss`` is the
+            losses [b, s] that Megatron gets.
         shard: `VocabShard` of the last call; None before the first. Its group is one that
             `mean_metrics` refuses as long as the head exists.
     """
