@@ -14,8 +14,16 @@ GROUPS = {
         ("integrations/speculators.py", "compute_metrics", "torch.ones(drafts.shape[:2], dtype=torch.float32, device=drafts.device)", "torch.ones(drafts.shape[:2], device=drafts.device)"),
     ],
     "test_draft": [
+        ("statistics/divergence.py", "DivergenceFamily.second", "torch.minimum(p, q)", "p"),
+        ("statistics/divergence.py", "DivergenceFamily.second", "p * share_below(p, q)", "p * (1 - share_below(p, q))"),
+        ("statistics/divergence.py", "DivergenceFamily.scaled", "share_below(p, q) - merged['overlap_mean']", "share_below(p, q)"),
+        ("statistics/divergence_triton.py", "_add", "overlap += below * p + (1.0 - below) * q", "overlap += p + below * (q - p)"),
+        ("statistics/divergence_triton.py", "_add", "overlap_mean += below * p", "overlap_mean += p"),
+        ("statistics/divergence_triton.py", "direct", "g * (0.5 - half_sign(p - q)) - g * mean", "g * (0.5 - half_sign(p - q))"),
+        ("losses/draft.py", "lk_alpha", "stats.overlap", "(1 - (1 - stats.overlap))"),
+        ("losses/draft.py", "lk_alpha", "torch.where(stats.valid, alpha, 1.0)", "alpha"),
         ("losses/draft.py", "lk_lambda", "acceptance_rate(stats).detach()", "acceptance_rate(stats)"),
-        ("losses/draft.py", "lk_alpha", "acceptance_rate(stats).clamp(min=MIN_ACCEPTANCE)", "acceptance_rate(stats)"),
+        ("losses/draft.py", "lk_alpha", "stats.overlap.clamp(min=MIN_ACCEPTANCE)", "stats.overlap"),
         ("head_loss/distillation_terms.py", "LKLoss", "3.0 if eta is None else eta", "3.0"),
     ],
     "test_draft_functions": [

@@ -143,10 +143,8 @@ class Truth:
         if case.teacher == "whole":  # columns where rounding may choose the sign of p - q
             close_call = torch.where((masses[0] - masses[1]).abs() <= of_gradient, masses[0], 0.0)
             apart = close_call + masses[0] * close_call.sum(-1, keepdim=True)
-            self.jacobian["total_variation"] = (
-                self.jacobian["total_variation"][0],
-                of_gradient + apart,
-            )
+            for name in ("total_variation", "overlap"):
+                self.jacobian[name] = self.jacobian[name][0], of_gradient + apart
         self.of_gradient = of_gradient
 
     def _tau(self, of_teacher):

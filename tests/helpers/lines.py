@@ -34,7 +34,7 @@ STATS = vocab_statistics(
         torch.zeros(B, S, 1, dtype=torch.long), torch.full((B, S, 1), -0.4), renormalize=False
     ),
 )
-OF_TEACHER = ("forward_kl", "teacher_entropy", "total_variation")  # a whole one
+OF_TEACHER = ("forward_kl", "teacher_entropy", "total_variation", "overlap")  # a whole one
 STATS = STATS._replace(**dict.fromkeys(OF_TEACHER, STATS.lse))
 OBJECTS = {
     Linear: Linear(),

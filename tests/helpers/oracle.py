@@ -123,6 +123,7 @@ def divergences(z, u, beta):
         "teacher_entropy": -times(q, log_q).sum(-1),
         "jsd": mixture(p, q, beta).sum(-1),
         "total_variation": (p - q).abs().sum(-1) / 2,
+        "overlap": torch.minimum(p, q).sum(-1),
     }
 
 

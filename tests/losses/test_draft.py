@@ -11,7 +11,7 @@ from ranks import on_ranks
 import tp_headloss as hl
 
 B, S, K, V, H, H_T = 2, 5, 3, 37, 8, 6
-WANT = ("forward_kl", "total_variation")
+WANT = ("forward_kl", "total_variation", "overlap")
 
 
 @functools.cache
@@ -100,6 +100,42 @@ def test_lk_losses_and_the_acceptance_rate(kind, ranks, from_hidden):
         # Terms of both signs cancel in a product with the weight: a part of the largest one is lost.
         bound = 2e-5 * float(hidden.grad.abs().max())
         torch.testing.assert_close(grad.cpu().double(), hidden.grad, rtol=1e-4, atol=bound)
+
+
+def call_apart(group, device, backend):
+    """Loss and gradients of drafts that have little in common with the target."""
+    generator = torch.Generator().manual_seed(2)
+    draft, target = torch.randn(6, V, generator=generator), torch.randn(6, V, generator=generator)
+    target[torch.arange(6), torch.arange(6)] += torch.tensor([0.0, 4.0, 8.0, 12.0, 14.0, 16.0])
+    draft[torch.arange(6), torch.arange(6)] -= torch.tensor([0.0, 3.0, 3.0, 4.0, 5.0, 6.0])
+    shard = hl.VocabShard.from_group(group, V)
+    own = slice(shard.start, min(shard.stop, V))
+    pad = shard.width - shard.valid_width
+    mine, theirs = (torch.nn.functional.pad(x[:, own], (0, pad)) for x in (draft, target))
+    mine = mine.to(device).requires_grad_()
+    head_loss = hl.HeadLoss(
+        hl.LKLoss(1.0, "alpha"), reduction="none", options=hl.Options(backend=backend)
+    )
+    labels = torch.zeros(6, dtype=torch.int64, device=device)
+    loss = head_loss(
+        mine, labels, shard=shard, inputs={"teacher": hl.Teacher(theirs.to(device))}
+    ).loss
+    loss.sum().backward()
+    draft = draft.double().requires_grad_()
+    expected = lk_alpha(draft, target.double())
+    expected.sum().backward()
+    grad = mine.grad[:, : shard.valid_width].cpu().double()
+    return loss.detach().cpu().double(), expected.detach(), grad, draft.grad, own
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_small_acceptance_rate_has_its_digits(ranks, backend):
+    """One of 1e-4 is 1 minus a total variation that has four of them."""
+    for loss, expected, grad, whole, own in on_ranks(ranks, call_apart, backend):
+        assert (-expected).exp().amin() < 1e-4
+        torch.testing.assert_close(loss, expected, rtol=3e-7, atol=3e-7)
+        largest = whole.abs().amax(1, keepdim=True)
+        assert ((grad - whole[:, own]).abs() / largest).max() < 2e-6
 
 
 def test_a_draft_without_a_common_id_has_a_finite_loss_and_no_gradient():

@@ -98,11 +98,12 @@ def LKLoss(
         if eta is not None:
             raise ValueError(f"eta is of form='lambda', got eta={eta} with form='alpha'")
         function: PerToken = losses.lk_alpha
-        want: tuple[str, ...] = ("total_variation",)
+        want: tuple[str, ...] = ("overlap",)
     else:
         function = partial(losses.lk_lambda, eta=3.0 if eta is None else eta)
         want = "forward_kl", "total_variation"
-    return Term("lk", function, weight, want, tokenwise=True, pointwise=True)
+    is_pointwise = form == "lambda"  # of statistics that one launch reads
+    return Term("lk", function, weight, want, tokenwise=True, pointwise=is_pointwise)
 
 
 @checked

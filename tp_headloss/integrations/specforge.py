@@ -330,7 +330,7 @@ def _mean_rates(stats, position_mask, eps, reduce_fn) -> tuple[torch.Tensor, tor
     """Means of the acceptance rates and of their logarithms, weighted by the mask."""
     weights = position_mask[..., 0].float()
     means = []
-    for values in (losses.acceptance_rate(stats), -losses.lk_alpha(stats)):
+    for values in (stats.overlap, -losses.lk_alpha(stats)):
         total, count = (values * weights).sum(), weights.sum().clamp_min(eps)
         if reduce_fn is not None:
             total, count = reduce_fn(local_correct=total, local_denom=count)
@@ -339,7 +339,7 @@ def _mean_rates(stats, position_mask, eps, reduce_fn) -> tuple[torch.Tensor, tor
 
 
 def _statistics_of_all_ids(logits, target_probs, shard) -> VocabStatistics:
-    """Total variation of draft and target over the draft's ids and one more, which stands for all
+    """Overlap of draft and target over the draft's ids and one more, which stands for all
     others; and the draft's likeliest id."""
     has_shard = shard is not None
     shard = shard or VocabShard.from_group(None, logits.shape[-1])
@@ -353,7 +353,7 @@ def _statistics_of_all_ids(logits, target_probs, shard) -> VocabStatistics:
     teacher, _ = _with_column(log_probs, others, shard)
     # without a shard the call says so where there are several ranks
     resolved = joined if has_shard else None
-    want = ("total_variation", "argmax")
+    want = ("overlap", "argmax")
     return vocab_statistics(columns, shard=resolved, want=want, teacher=Teacher(teacher))
 
 

@@ -79,7 +79,7 @@ _LOSSES = {
     "jsd": _statistic("jsd"),
     "ce": _Loss(losses.cross_entropy, ()),  # of labels that are the target's likeliest ids
     "tv": _statistic("total_variation"),
-    "nla": _Loss(losses.lk_alpha, ("total_variation",)),
+    "nla": _Loss(losses.lk_alpha, ("overlap",)),
     "lk_hybrid": _Loss(losses.lk_lambda, ("forward_kl", "total_variation")),
 }
 

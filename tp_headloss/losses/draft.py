@@ -9,20 +9,24 @@ from __future__ import annotations
 
 from typing import Annotated, TypeAlias
 
+import torch
+
 from ..spec import Instance, NotNegative, TokenLoss, TokenValues, checked
 from ..statistics import VocabStatistics
 
 Compared: TypeAlias = Annotated[VocabStatistics, Instance(VocabStatistics, ("total_variation",))]
+Overlapping: TypeAlias = Annotated[VocabStatistics, Instance(VocabStatistics, ("overlap",))]
 ComparedTwice: TypeAlias = Annotated[
     VocabStatistics, Instance(VocabStatistics, ("forward_kl", "total_variation"))
 ]
 
-MIN_ACCEPTANCE = 1e-5  # below it, 1 - an fp32 total variation is mostly rounding error
+MIN_ACCEPTANCE = 1e-5  # as in speculators
 
 
 @checked
 def acceptance_rate(stats: Compared) -> TokenValues:
-    """Return alpha = sum min(p, q), the probability that a sampled draft token is accepted.
+    """Return alpha = 1 - TV(p, q) = sum min(p, q), the probability that a sampled draft token is
+    accepted, to the 6e-8 to which the total variation is known: `lk_alpha` has a small one's digits.
 
     Examples:
         >>> stats = vocab_statistics(
@@ -39,16 +43,17 @@ def acceptance_rate(stats: Compared) -> TokenValues:
 
 
 @checked
-def lk_alpha(stats: Compared) -> TokenLoss:
+def lk_alpha(stats: Overlapping) -> TokenLoss:
     """Return -log alpha, the negative log of the acceptance rate.
 
-    Its gradient is that of the total variation divided by alpha: larger where less is accepted. An
-    alpha below 1e-5 counts as 1e-5 and has no gradient.
+    alpha is the statistic "overlap". The gradient is that of the total variation divided by alpha:
+    larger where less is accepted. An alpha below 1e-5 counts as 1e-5 and has no gradient, and an
+    ignored token as accepted.
 
     Examples:
         >>> stats = vocab_statistics(
         ...     torch.tensor([[2.0, 1.0, 0.0]]),
-        ...     want=("total_variation",),
+        ...     want=("overlap",),
         ...     teacher=Teacher(torch.tensor([[0.0, 1.0, 2.0]])),
         ... )
         >>> losses.lk_alpha(stats)
@@ -56,7 +61,10 @@ def lk_alpha(stats: Compared) -> TokenLoss:
 
     Source: LK losses (arXiv:2602.23881), "lk_loss_type=alpha" of SpecForge, "nla" of speculators.
     """
-    return -acceptance_rate(stats).clamp(min=MIN_ACCEPTANCE).log()
+    alpha = stats.overlap.clamp(min=MIN_ACCEPTANCE)
+    if stats.valid is not None:
+        alpha = torch.where(stats.valid, alpha, 1.0)
+    return -alpha.log()
 
 
 @checked

@@ -42,6 +42,12 @@ OF_STATISTICS = (
     Alias("kl, kl_div", "many", "want", 'want=("forward_kl",), with teacher=Teacher(..)'),
     Alias("tv, tvd", "many", "want", 'want=("total_variation",), with teacher=Teacher(..)'),
     Alias(
+        "acceptance_rate, accept_rate",
+        "SpecForge, speculators",
+        "want",
+        'want=("overlap",), with teacher=Teacher(..)',
+    ),
+    Alias(
         "log_prob, log_probs, logprobs, logps, nll",
         "many",
         "want",

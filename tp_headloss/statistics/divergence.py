@@ -1,14 +1,18 @@
-"""jsd and total_variation: divergences whose terms need both normalisers, hence a second, small
+"""jsd, total_variation and overlap: sums whose terms need both normalisers, hence a second, small
 exchange.
 
 Its packets hold a value and the mean that the gradient subtracts, merged by adding. With p' and q
 as in `teacher`, m = beta q + (1 - beta) p', d = p' - q, v_j = (1 - beta) p'_j log(p'_j / m_j), w_j
-= beta q_j log(q_j / m_j):
+= beta q_j log(q_j / m_j), l_j = (1 - sign(d_j)) / 2:
 
 | statistic       | value            | mean                   | d/dz'_j                     |
 |-----------------|------------------|------------------------|-----------------------------|
 | jsd             | sum v_j + w_j    | sum v_j                | v_j - p'_j mean             |
 | total_variation | sum abs(d_j) / 2 | sum p'_j sign(d_j) / 2 | p'_j (sign(d_j) / 2 - mean) |
+| overlap         | sum min(p'_j, q_j) | sum p'_j l_j         | p'_j (l_j - mean)           |
+
+The overlap is 1 - total_variation, of which neither keeps its digits where the other is near 1: an overlap
+of 1e-5 has two in 1 - total_variation, and so has its gradient.
 """
 
 import torch
@@ -19,9 +23,9 @@ from .teacher import DIVERGENCES, probabilities
 
 class DivergenceFamily(Family):
     statistics = gradients = DIVERGENCES
-    wide_gradients, narrow_gradients = ("jsd",), ("total_variation",)
+    wide_gradients, narrow_gradients = ("jsd",), ("total_variation", "overlap")
     values = ()
-    in_one_read = DIVERGENCES
+    in_one_read = ("jsd", "total_variation")
 
     def second_rows(self, call: Wanted) -> tuple[str, ...]:
         return tuple(name for name in self.statistics if name in call.want)
@@ -33,6 +37,8 @@ class DivergenceFamily(Family):
         if name == "jsd":
             student, teacher = jensen_shannon_parts(p, q, beta)
             return row_sum(student + teacher), row_sum(student)
+        if name == "overlap":
+            return row_sum(torch.minimum(p, q)), row_sum(p * share_below(p, q))
         return row_sum(0.5 * (p - q).abs()), row_sum(0.5 * p * (p - q).sign())
 
     def scaled(
@@ -49,7 +55,14 @@ class DivergenceFamily(Family):
             total = total + grads["total_variation"] * p * (
                 0.5 * (p - q).sign() - merged["total_variation_mean"]
             )
+        if "overlap" in grads:
+            total = total + grads["overlap"] * p * (share_below(p, q) - merged["overlap_mean"])
         return total
+
+
+def share_below(p, q) -> torch.Tensor:
+    """Derivative of min(p, q) by p: 1 where p is below q, 1/2 where they are equal, else 0."""
+    return 0.5 - 0.5 * (p - q).sign()
 
 
 def jensen_shannon_parts(p, q, beta: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Device functions of jsd and total_variation, and the kernel of the second exchange."""
+"""Device functions of jsd, total_variation and overlap, and the kernel of the second exchange."""
 
 import triton
 import triton.language as tl
@@ -25,11 +25,13 @@ from .numerics_triton import (
 @triton.jit
 def _add(state, log2_p, log2_q, inputs, rows):
     """Add a tile of log2-probabilities to lane sums: p log2(p / m), q log2(q / m), |p - q| / 2, p
-    sign(p - q) / 2."""
+    sign(p - q) / 2, min(p, q), p (1 - sign(p - q)) / 2."""
     student = state[0]
     teacher = state[1]
     variation = state[2]
     variation_mean = state[3]
+    overlap = state[4]
+    overlap_mean = state[5]
     p = exp2(log2_p)
     q = exp2(log2_q)
     if rows.jsd is not None:
@@ -40,7 +42,12 @@ def _add(state, log2_p, log2_q, inputs, rows):
         sign = half_sign(p - q)
         variation += sign * (p - q)
         variation_mean += sign * p
-    return student, teacher, variation, variation_mean
+    if rows.overlap is not None:
+        # by the sign, as NaN has none that is less
+        below = 0.5 - half_sign(p - q)
+        overlap += below * p + (1.0 - below) * q
+        overlap_mean += below * p
+    return student, teacher, variation, variation_mean, overlap, overlap_mean
 
 
 @triton.jit
@@ -52,6 +59,9 @@ def _store(out, n, state, inputs, rows, BLOCK: tl.constexpr):
     if rows.total_variation is not None:
         tl.store(out + rows.total_variation * n, fixed_sum(state[2], BLOCK))
         tl.store(out + rows.total_variation_mean * n, fixed_sum(state[3], BLOCK))
+    if rows.overlap is not None:
+        tl.store(out + rows.overlap * n, fixed_sum(state[4], BLOCK))
+        tl.store(out + rows.overlap_mean * n, fixed_sum(state[5], BLOCK))
 
 
 @triton.jit(do_not_specialize=["n_rows", "start", "valid_width", "chunks"])
@@ -79,7 +89,7 @@ def divergence_kernel(
     a = chunk.student_scale * LOG2_E
     lanes = tl.arange(0, BLOCK)
     zeros = tl.zeros([BLOCK], tl.float32)
-    state = (zeros, zeros, zeros, zeros)
+    state = (zeros, zeros, zeros, zeros, zeros, zeros)
     whole = chunk.size // BLOCK * BLOCK
     for o in tl.range(0, whole, BLOCK, num_stages=4):
         columns = chunk.first + o + lanes
@@ -119,6 +129,10 @@ def direct(dz, state, tile, token, grads, inputs, rows):
         g = token.student_scale * upstream(grads.total_variation, token)
         mean = tl.load(token.merged + rows.total_variation_mean * token.n)
         dz += p * (g * half_sign(p - q) - g * mean)
+    if grads.overlap is not None:
+        g = token.student_scale * upstream(grads.overlap, token)
+        mean = tl.load(token.merged + rows.overlap_mean * token.n)
+        dz += p * (g * (0.5 - half_sign(p - q)) - g * mean)
     return dz
 
 

@@ -68,6 +68,8 @@ class VocabStatistics(NamedTuple):
             cross-entropy.
         jsd: beta KL(teacher || m) + (1 - beta) KL(student || m), m their mixture.
         total_variation: sum of abs(student - teacher) / 2.
+        overlap: sum of min(student, teacher), which is 1 - total_variation with its own digits near
+            0: the probability that a token drawn from the student is accepted for the teacher.
         teacher_mass: probability of a top-K teacher's entries; not differentiable.
         topk_forward_kl: over its entries, where the student is normalised: see `statistics.topk`.
         vocab_forward_kl: the same, the student normalised over the vocabulary.
@@ -112,6 +114,7 @@ class VocabStatistics(NamedTuple):
     teacher_entropy: torch.Tensor | MaybeNone
     jsd: torch.Tensor | MaybeNone
     total_variation: torch.Tensor | MaybeNone
+    overlap: torch.Tensor | MaybeNone
     teacher_mass: torch.Tensor | MaybeNone
     topk_forward_kl: torch.Tensor | MaybeNone
     vocab_forward_kl: torch.Tensor | MaybeNone

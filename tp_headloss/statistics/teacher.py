@@ -29,7 +29,7 @@ from .family import (
 )
 from .softmax import student_factor
 
-DIVERGENCES = ("jsd", "total_variation")
+DIVERGENCES = ("jsd", "total_variation", "overlap")
 
 
 class TeacherFamily(Family):
