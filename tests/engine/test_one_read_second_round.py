@@ -48,7 +48,7 @@ MIXED = {
         "temperature": 2.0,
     },
     "LK": {"terms": (hl.CrossEntropy(0.1), hl.LKLoss(eta=2.0)), "temperature": 2.0},
-    "LK, alpha": {"terms": (hl.LKLoss(0.5, "alpha"),), "metrics": (hl.AcceptanceRate(),)},
+    "LK and the rate": {"terms": (hl.LKLoss(0.5),), "metrics": (hl.AcceptanceRate(),)},
 }
 # each compiles kernels of both ways again
 MANY = "JSD", "JSD and all", "JSD at another temperature", "total variation"

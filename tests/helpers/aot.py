@@ -10,8 +10,7 @@ becomes machine code for every capability, and so do, where there are several of
 with most statistics, for one capability each in turn. (`--whole`: all that are looked at become
 machine code, for one capability each in turn; with one capability, or for AMD's GPUs, half of them.
 `--all`: all variants do, for every capability.) For AMD's GPUs the others are translated with `--whole` alone: the
-language is that of NVIDIA's. (`--language`: all that are looked at are translated, and none becomes
-machine code.) Run without TRITON_INTERPRET, in a process of its own.
+language is that of NVIDIA's. Run without TRITON_INTERPRET, in a process of its own.
 
 Prints one line per kernel with the most that a variant takes, one per failure, and a total. A
 variant that spills registers, or takes more shared memory than every GPU gives without asking, is a
@@ -763,7 +762,7 @@ def main(capabilities, how: str):
     translated, compiled, failures, taken = 0, 0, [], collections.defaultdict(list)
     for variant, capability, whole in to_compile(capabilities, how):
         try:
-            if not whole or how == "language":
+            if not whole:
                 variant.translate(capability)
                 translated += 1
                 continue
@@ -796,5 +795,5 @@ def main(capabilities, how: str):
 
 if __name__ == "__main__":
     architectures = [int(a) if a.isdigit() else a for a in sys.argv[1:] if a[0] != "-"]
-    how = [a.removeprefix("--") for a in sys.argv[1:] if a in ("--all", "--whole", "--language")]
+    how = [a.removeprefix("--") for a in sys.argv[1:] if a in ("--all", "--whole")]
     sys.exit(main(architectures, *how or [""]))
