@@ -304,6 +304,7 @@ GROUPS = {
         ("head_loss/evaluation.py", "expect_unchanged", "all(map(_is_same, given, copies))", "True"),
         ("head_loss/evaluation.py", "_is_same", "equal_nan=True", "equal_nan=False"),
         ("head_loss/evaluation.py", "_add_note", "isinstance(error, IndexError)", "False"),
+        ("head_loss/evaluation.py", "_add_note", "str(error).startswith('index -')", "True"),
         ("head_loss/evaluation.py", "_add_note", "isinstance(error, AttributeError)", "False"),
         ("head_loss/evaluation.py", "_expect_gradient", "stats.lse.requires_grad", "False"),
         ("engine/sums_triton.py", "sums_kernel", "tl.where(divisor == 0.0, float('inf'), divisor)", "divisor"),

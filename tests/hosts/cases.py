@@ -304,6 +304,10 @@ def _calls_of(install, model, fails_at: int | None = None) -> tuple[list[str], l
         # nobody hears of an error in what is closed
         if caller is None or not _is_ours(caller) or name in (*UNDOING, "<genexpr>"):
             return
+        # a callback of a weak reference, as torch's compiler has some: neither does anybody hear of
+        # an error there
+        if name == "<lambda>" and not _is_ours(frame):
+            return
         calls.append(f"{name}, line {caller.f_lineno} of {caller.f_code.co_filename}")
         if fails_at is None:
             state = _state(model)
@@ -315,6 +319,7 @@ def _calls_of(install, model, fails_at: int | None = None) -> tuple[list[str], l
             raise Injected(calls[-1])
 
     # which hears of fewer events than a profile: of calls of Python's functions alone
+    gc.disable()  # whose finalizers would be calls of any line
     sys.settrace(trace)
     try:
         installed = install()
@@ -322,6 +327,7 @@ def _calls_of(install, model, fails_at: int | None = None) -> tuple[list[str], l
         return calls, met
     finally:
         sys.settrace(None)
+        gc.enable()
     installed.remove()
     return calls, met
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import tp_headloss as hl
 from tp_headloss.engine import operators
+from tp_headloss.engine.reductions import StatisticValue
 from tp_headloss.linear_head import autograd
 from tp_headloss.modules import selected_rows
 from tp_headloss.statistics import FULL_TEACHER
@@ -64,6 +65,7 @@ def head_run(group, device, boundaries, backend, mode, how):
     names = "forward_kl", "reverse_kl", "total_variation", "cross_entropy"
     terms = [hl.CrossEntropy(), hl.Distillation(0.5, "jsd", temperature_squared=True)]
     terms += [hl.Distillation(0.5, name) for name in names]
+    terms.append(hl.Term("overlap", StatisticValue("overlap"), 0.25))
     head = hl.HeadLoss(terms, options=hl.Options(backend=backend), reduction="sum")
     with small_blocks():
         out = head.linear(
@@ -96,7 +98,7 @@ def truth():
     loss = loss + 0.5 * (
         found["forward_kl"] + found["reverse_kl"] + found["total_variation"] + 1.4**2 * found["jsd"]
     )
-    loss = loss + 0.5 * (found["forward_kl"] + found["teacher_entropy"])
+    loss = loss + 0.5 * (found["forward_kl"] + found["teacher_entropy"]) + 0.25 * found["overlap"]
     valid = labels != -100
     total = torch.where(valid, loss, 0.0).sum()
     values = [torch.where(valid, found[name], 0.0).detach() for name in FULL_TEACHER]
@@ -140,7 +142,7 @@ def test_a_head_has_the_bits_of_its_materialised_logits(mode, dtype, backend, de
     )
     names = "forward_kl", "reverse_kl", "jsd", "total_variation"
     terms = [hl.CrossEntropy(), *(hl.Distillation(1.0, name) for name in names)]
-    head = hl.HeadLoss(terms, metrics=("teacher_entropy",), options=hl.Options(backend=backend))
+    head = hl.HeadLoss(terms, metrics=("teacher_entropy", "overlap"), options=hl.Options(backend=backend))
     results = []
     for teacher in (
         hl.Teacher(F.linear(teacher_hidden, teacher_weight), 1.7, 2.0),

@@ -41,13 +41,15 @@ def temperatures(kind, device="cpu"):
 
 
 def objective(values):
-    """What is differentiated of values by name, per token: none of the total variation where p = q,
-    as its sign is rounding, and none of a reverse KL that is infinite."""
+    """What is differentiated of values by name, per token: none of the total variation and the
+    overlap where p = q, as the sign is rounding, and none of a reverse KL that is infinite."""
     g = torch.linspace(-1, 2, N).to(values["forward_kl"])
     row = torch.arange(N, device=g.device)
     reverse = values["reverse_kl"].masked_fill(row == 6, 0.0)
     variation = values["total_variation"].masked_fill(row == 4, 0.0)
+    overlap = values["overlap"].masked_fill(row == 4, 0.0)
     shares = g * values["forward_kl"] + g.flip(0) * reverse + values["jsd"] - g * variation
+    shares = shares + g.flip(0) * overlap
     return shares + 0.3 * values["entropy"] + 0.5 * values.get("log_prob", 0.0)
 
 

@@ -270,6 +270,9 @@ def test_mistakes_with_statistics_are_answered(device):
     with pytest.raises(IndexError) as found:
         hl.HeadLoss(hl.Term("a", lambda s: -table[s.labels] * s.log_prob))(x.cpu(), labels.cpu())
     assert "stats.labels.clamp(min=0)" in found.value.__notes__[0]
+    with pytest.raises(IndexError) as found:
+        hl.HeadLoss(hl.Term("a", lambda s: s.log_prob[9]))(x.cpu(), labels.cpu())
+    assert len(found.value.__notes__) == 1
 
 
 def test_an_input_per_sequence_is_spread_and_an_ambiguous_one_refused(device):

@@ -289,7 +289,7 @@ def _add_note(error: Exception, function: StatisticsFunction, stats, inputs):
         return
     if isinstance(error, AttributeError) and "can't set attribute" in str(error):
         error.add_note("statistics are read only: keep a new value in a variable of your own")
-    if isinstance(error, IndexError) and stats.labels is not None:
+    if isinstance(error, IndexError) and str(error).startswith("index -"):
         error.add_note(
             "stats.labels of ignored tokens are the ignore_index, and no place in a table: look it "
             "up at stats.labels.clamp(min=0)"

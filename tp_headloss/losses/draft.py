@@ -26,7 +26,7 @@ MIN_ACCEPTANCE = 1e-5  # as in speculators
 @checked
 def acceptance_rate(stats: Compared) -> TokenValues:
     """Return alpha = 1 - TV(p, q) = sum min(p, q), the probability that a sampled draft token is
-    accepted, to the 6e-8 to which the total variation is known: `lk_alpha` has a small one's digits.
+    accepted. A small one has few digits; the statistic "overlap" has them all.
 
     Examples:
         >>> stats = vocab_statistics(
