@@ -1025,6 +1025,8 @@ GROUPS = {
         ("modules/marks.py", "marked_group", "not is_live_group(known(), name)", "False"),
     ],
     "test_aliases": [
+        ("spec/aliases.py", "join_hints", "len(said) == 1", "said"),
+        ("head_loss/definition.py", "HeadLossDefinition.checked", "join_hints({name: advice_on_metric(name) for name in sorted(unknown)})", "''"),
         ("integrations/sampling_masks.py", "_hint_of_row", "ids is None", "False"),
         ("spec/calls.py", "refuse_call", "isinstance(x, torch.return_types.topk)", "False"),
         ("spec/words.py", "made_of_value", "getattr(kind, 'of_list', '')", "''"),
@@ -1102,8 +1104,6 @@ GROUPS = {
         ("spec/aliases.py", "hint", "re.sub(r'\\d+', 'k', lower)", "lower"),
         ("spec/aliases.py", "hint", "itertools.product(spellings, ALIASES)", "itertools.product(spellings[::-1], ALIASES)"),
         ("spec/lines.py", "Names.check", "hints(unknown, self.known(), self.of)", "''"),
-        ("spec/aliases.py", "join_hints", "len(said) == 1", "said"),
-        ("head_loss/definition.py", "HeadLossDefinition.checked", "join_hints({name: advice_on_metric(name) for name in sorted(unknown)})", "''"),
         ("spec/__init__.py", "", "hint=EACH_LABEL", "hint=''"),
         ("spec/tensor_line.py", "TensorLine._shape_hint", "expected[0] in (x.numel(), 1)", "expected[0] == x.numel()"),
         ("spec/tensor_line.py", "TensorLine._shape_hint", "x.shape[0] == expected[1]", "True"),

@@ -142,7 +142,9 @@ def test_a_head_has_the_bits_of_its_materialised_logits(mode, dtype, backend, de
     )
     names = "forward_kl", "reverse_kl", "jsd", "total_variation"
     terms = [hl.CrossEntropy(), *(hl.Distillation(1.0, name) for name in names)]
-    head = hl.HeadLoss(terms, metrics=("teacher_entropy", "overlap"), options=hl.Options(backend=backend))
+    head = hl.HeadLoss(
+        terms, metrics=("teacher_entropy", "overlap"), options=hl.Options(backend=backend)
+    )
     results = []
     for teacher in (
         hl.Teacher(F.linear(teacher_hidden, teacher_weight), 1.7, 2.0),
