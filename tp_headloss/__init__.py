@@ -1,6 +1,7 @@
 """The head loss of language models whose vocabulary is sharded over GPUs: one pass, one collective,
 one backward."""
 
+import sys
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,7 +28,7 @@ from .ranks.comm import combine_metrics, reduce_metrics
 from .ranks.shard import VocabShard
 from .search.sampling import Sample, kept_ids, sample
 from .search.topk import TopK, topk_log_probs
-from .spec.aliases import hint
+from .spec.aliases import hint, is_from_import
 from .statistics import VocabStatistics
 from .version import __version__ as __version__
 
@@ -76,4 +77,8 @@ if not TYPE_CHECKING:  # a type checker would believe that every name is there
             said = f": {__name__}.losses.{name}"
         elif not name.startswith("_"):
             said = hint(name, __all__, "package")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{said}")
+        said = f"module {__name__!r} has no attribute {name!r}{said}"
+        # which would say nothing of an AttributeError
+        if is_from_import(sys._getframe(1)):
+            raise ImportError(said, name=__name__)
+        raise AttributeError(said)

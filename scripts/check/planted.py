@@ -802,7 +802,7 @@ GROUPS = {
         ("call/agreement.py", "Agreement.record", "autocast_dtype(hidden.device.type)", "None"),
         ("linear_head/valid_tokens.py", "check_range", "gather_from_ranks(torch.stack([valid, unknown]).to(torch.uint8), group)", "torch.stack([valid, unknown])[None]"),
         ("arguments/sequences.py", "Sequences.ids", "torch.where(self.counted, self._ids, -1)", "None"),
-        ("call/agreement.py", "Agreement.record", "logits.requires_grad", "True"),
+        ("call/agreement.py", "Agreement.record", "x.requires_grad", "True"),
         ("call/differences.py", "compare_calls", "len({*versions}) > 1", "False"),
         ("call/differences.py", "compare_calls", "other == version", "True"),
         ("call/agreement.py", "Agreement.__init__", "getattr(shard, 'world_size', 1) > 1", "True"),

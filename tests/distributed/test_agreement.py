@@ -318,6 +318,12 @@ CASES = {
     "hidden states of other values": (
         "linear_head", lambda c: c.rewrite(options=hl.Options(validate="checksums")),
         lambda c: c.rewrite(hidden=c.hidden + 1e-6), "ValueError", "hidden"),
+    "a head's weight without a gradient": (
+        "linear_head", None, lambda c: c.rewrite(weight=c.weight.detach()), "ValueError",
+        "agree on weight.requires_grad: rank 0 of the group has True, got False"),
+    "hidden states with a gradient": (
+        "linear_head", None, lambda c: c.rewrite(hidden=c.hidden.clone().requires_grad_()), "ValueError",
+        "hidden.requires_grad"),
     "autocast of a linear head": (
         "linear_head", lambda c: c.rewrite(options=hl.Options(validate="checksums")), under_autocast("linear_head"),
         "ValueError", "agree on autocast: rank 0 of the group has None, got torch.bfloat16"),

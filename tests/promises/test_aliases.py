@@ -164,8 +164,24 @@ def test_a_label_that_is_ignored_already_is_not_told_to_be():
 
 @of_kind("package")
 def test_a_name_of_the_package_is_refused_with_what_to_write(alias):
-    with pytest.raises(AttributeError, match=re.escape(f"{alias.name!r}: write {alias.ours}")):
+    says = re.escape(f"{alias.name!r}: write {alias.ours}")
+    with pytest.raises(AttributeError, match=says):
         getattr(tp_headloss, alias.name)
+    with pytest.raises(ImportError, match=says):
+        exec(f"from tp_headloss import {alias.name}", {})
+    assert not hasattr(tp_headloss, alias.name)
+
+
+OF_ADAPTERS = [x for x in ALIASES if x.of == "package" and "integrations" in x.ours]
+
+
+@pytest.mark.parametrize("alias", OF_ADAPTERS, ids=lambda alias: alias.name)
+def test_a_name_of_an_adapter_is_there(alias):
+    """By its text, as hosts are not installed."""
+    *folders, module, name = alias.ours.split(".")
+    files = Path(tp_headloss.__file__).parents[1].joinpath(*folders).rglob(f"{module}*/*.py")
+    files = [*files, *Path(tp_headloss.__file__).parents[1].joinpath(*folders).glob(f"{module}.py")]
+    assert any(re.search(rf"^(def|class) {name}\b", x.read_text(), re.MULTILINE) for x in files)
 
 
 @of_kind("keyword")

@@ -213,6 +213,40 @@ def test_the_guides_maximum_is_that_of_the_other_ids(ranks):
     torch.testing.assert_close(grad, z.grad, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a family without device functions")
+def test_the_guides_maximum_keeps_its_gradient_where_logits_are_made_twice():
+    """These sizes have a last block of one token, whose product is another one than the first, in
+    the last bit."""
+    scope = {"torch": torch}
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 128, generator=generator) for n in (257, 1000))
+    hidden.requires_grad_()
+    labels = torch.zeros(257, dtype=torch.int64)
+    with registered():
+        exec(marked_block("run", "renyi"), scope)
+        scope |= {"HeadLoss": hl.HeadLoss, "Term": hl.Term}
+        exec(marked_block("run", "maximum"), scope)
+        linear = hl.Linear("recompute", budget=1 << 20)
+        given = {"want": ("best_other",), "linear": linear}
+        stats = hl.linear_vocab_statistics(hidden, weight, labels, **given)
+        stats.best_other.sum().backward()
+    best = (hidden.detach() @ weight[1:].t()).argmax(1) + 1
+    torch.testing.assert_close(hidden.grad, weight[best])
+
+
+def test_check_finds_a_registered_statistic_that_is_written_without_a_word():
+    def doubled(stats):
+        return stats.own.data.mul_(2)
+
+    x, labels = torch.randn(4, 8), torch.zeros(4, dtype=torch.int64)
+    with registered():
+        hl.register_statistic(renamed())
+        term = hl.Term("a", lambda stats: doubled(stats) * stats.lse, want=("own",))
+        head = hl.HeadLoss(term, options=hl.Options(check=True, backend="torch"))
+        with pytest.raises(RuntimeError, match="must not change them in place"):
+            head(x, labels)
+
+
 def renamed(**names):
     """A family of one statistic with other names in some fields."""
     family = Sums("own", (POWER,))

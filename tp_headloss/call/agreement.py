@@ -116,9 +116,10 @@ class Agreement:
             **facts,
             "families": families_wanted(facts.get("want", ())),
         }
-        if isinstance(logits := facts.get("logits"), torch.Tensor):
-            # which decides how they are exchanged, see `one_read`
-            facts["logits.requires_grad"] = logits.requires_grad
+        # of logits it decides how they are exchanged, see `one_read`
+        for name in ("logits", "hidden", "weight"):
+            if isinstance(x := facts.get(name), torch.Tensor):
+                facts[f"{name}.requires_grad"] = x.requires_grad
         if isinstance(hidden := facts.get("hidden"), torch.Tensor):
             # the dtype of its GEMMs, see `operand_dtype`
             facts["autocast"] = autocast_dtype(hidden.device.type)

@@ -262,7 +262,10 @@ def _validate_teacher(given: Given):
     if teacher is None:
         if wanted:
             made = "TopKTeacher(ids, log_probs)" if wanted[0] in TOPK_TEACHER else "Teacher(..)"
-            raise ValueError(f"{wanted} need a teacher, got none: teacher={made}")
+            raise ValueError(
+                f"{wanted} need a teacher, got none: teacher={made}, of a HeadLoss "
+                f"inputs={{'teacher': {made}}}"
+            )
         return
     if isinstance(teacher, TeacherHead):
         raise ValueError(

@@ -140,7 +140,8 @@ def expect_unchanged(
     check: compare values, too. Tensors of torch.inference_mode(), and collectives, do not say that
     a tensor was written to.
     """
-    given = [x for x in (*stats, *inputs.values()) if isinstance(x, torch.Tensor)]
+    read = *stats, *(stats.registered or {}).values(), *inputs.values()
+    given = [x for x in read if isinstance(x, torch.Tensor)]
 
     def versions():
         return [x._version for x in given if not x.is_inference()]

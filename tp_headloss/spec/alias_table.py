@@ -189,6 +189,12 @@ WRITTEN = (
         "Teacher(logits, temperature=T), and temperature_squared=True for T^2; the main head as the "
         "teacher of Megatron's depths has T = 1",
     ),
+    Alias(
+        "temperature, T, student_temperature, teacher_temperature",
+        "many",
+        "AcceptanceRate, LKLoss",
+        "Teacher(logits, temperature=T, student_temperature=T), where both are compared",
+    ),
     Alias("T, tau", "Hinton, many", f"{RECORDS_OF_TEACHERS}, Transform", "temperature={}"),
     Alias("probs", "many", "Teacher", "Teacher(probs.log())"),
     Alias("probs", "many", "TopKTeacher", "log_probs={}.log()"),
@@ -424,5 +430,15 @@ WRITTEN = (
     Alias("LabelSmoothing", "many", "package", "CrossEntropy(label_smoothing=0.1), a term"),
     Alias("KLDivLoss", "torch", "package", "Distillation(), a term"),
     Alias("ColumnParallelLinear", "Megatron", "package", "VocabParallelHead(hidden_size, shard)"),
+    Alias("fuse_log_probs", "ours", "package", "tp_headloss.integrations.trl.{}"),
+    Alias(
+        "fuse_head, causal_lm_loss", "ours", "package", "tp_headloss.integrations.transformers.{}"
+    ),
+    Alias(
+        "MegatronHead, MegatronHeadMixin, install",
+        "ours",
+        "package",
+        "tp_headloss.integrations.megatron.{}",
+    ),
     Alias("reference_free", "TRL", "dpo", "reference_chosen and reference_rejected of 0"),
 )

@@ -7,6 +7,8 @@ import difflib
 import itertools
 import re
 from collections.abc import Collection
+from opcode import opmap
+from types import FrameType
 
 from .alias_policies import OF_POLICIES
 from .alias_statistics import OF_STATISTICS
@@ -119,6 +121,12 @@ def join_hints(said: dict[str, str]) -> str:
     if len(said) == 1:
         return next(iter(said.values()))
     return "".join(f"; {name!r}{text}" for name, text in said.items() if text)
+
+
+def is_from_import(frame: FrameType) -> bool:
+    """Return True where a frame is at a ``from .. import ..``, which puts words of its own in the
+    place of an AttributeError's."""
+    return frame.f_code.co_code[frame.f_lasti] == opmap["IMPORT_FROM"]
 
 
 def _with_log_prob(name: str) -> str:

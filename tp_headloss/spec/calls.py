@@ -161,7 +161,7 @@ def _what_there_is(function) -> str:
     known = KEYWORDS[name]
     in_order = [x for x in given if x in known]
     others = sorted({*known} - {*given})  # which the function hands on
-    return f": it takes {', '.join(_own(in_order + others))}"
+    return f": it takes {', '.join(_own(in_order + others)) or 'none'}"
 
 
 def _as_one_list(function, args: tuple) -> str:

@@ -304,7 +304,11 @@ class Family:
         return coefficient
 
     def direct(self, dz, tile: Tile, merged: dict, grads: dict):
-        """Add to the gradient [n, w] with respect to z."""
+        """Add to the gradient [n, w] with respect to z.
+
+        z is that of `local` but for rounding, where a linear head makes logits twice: a column is
+        found by its id, and not by a value that equals a merged one.
+        """
         return dz
 
     def scaled(

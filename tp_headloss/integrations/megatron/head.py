@@ -216,6 +216,12 @@ class MegatronHead(Observed):
                 "linear must leave hidden_grad and main_grad to Megatron's output layer, got "
                 f"hidden_grad={self.linear.hidden_grad!r} and main_grad={self.linear.main_grad}"
             )
+        if self.linear.gradients == "fp8" and self.linear.mode != "one_sweep":
+            raise ValueError(
+                "gradients='fp8' needs one sweep, which Megatron's losses do not choose by "
+                f"themselves, got mode={self.linear.mode!r}: write Linear('one_sweep', "
+                "gradients='fp8')"
+            )
         options = self.head_loss.options
         if fused and options is not None and options.inplace:
             raise ValueError(

@@ -106,7 +106,9 @@ def install(
         head: `MegatronHead`, or a `HeadLoss` of reduction "none", or "mean", which Megatron then
             computes itself: over tokens, also of a term with class weights. Of a HeadLoss one is
             made here, so that what changes in it later has no effect.
-        fused: True: from hidden states, without logits. False: from this rank's logits.
+        fused: True: from hidden states, without logits. False: from this rank's logits; another
+            compute_language_model_loss that is put in later is then not noticed but at the end of
+            a ``with`` block in which no loss came through.
 
     Raises:
         TypeError: `model` is no model, `head` no head, the output layer is not Megatron's own, or
@@ -225,7 +227,7 @@ def _refuse_weight(weight: torch.Tensor):
     if weight.dtype not in DTYPES:
         raise TypeError(
             f"the output layer's weight must be fp32, bf16 or fp16, got {weight.dtype}: convert "
-            "the model first"
+            "the model first, or call .double() after the installation"
         )
 
 

@@ -160,10 +160,13 @@ def refuse_others(name: str, *methods):
     """Raise ValueError unless methods of this name are Megatron's or a head's."""
     others = [method for method in methods if not is_from(method, *LOSSES_OF, __package__)]
     if others:
+        said = "write what it computes as terms= of the head"
+        if name != "compute_language_model_loss":  # which the other way takes the place of, too
+            said = "use install(model, head, fused=False), which computes from the model's logits"
         raise ValueError(
             f"a fused head takes the place of {name} and would ignore another one, got "
-            f"{names_of(others)}: put Megatron's own back, or use install(model, head, "
-            "fused=False), which computes from the model's logits"
+            f"{names_of(others)}: put Megatron's own back (del model.{name} of one that was put "
+            f"into the model), or {said}"
         )
 
 
