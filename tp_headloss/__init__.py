@@ -77,8 +77,8 @@ if not TYPE_CHECKING:  # a type checker would believe that every name is there
             said = f": {__name__}.losses.{name}"
         elif not name.startswith("_"):
             said = hint(name, __all__, "package")
-        said = f"module {__name__!r} has no attribute {name!r}{said}"
-        # which would say nothing of an AttributeError
-        if is_from_import(sys._getframe(1)):
-            raise ImportError(said, name=__name__)
-        raise AttributeError(said)
+        # of an AttributeError an import says nothing, or takes a module of that name
+        is_module = f"{__name__}.{name}" in sys.modules
+        is_import = said and not is_module and is_from_import(sys._getframe(1))
+        kind = ImportError if is_import else AttributeError
+        raise kind(f"module {__name__!r} has no attribute {name!r}{said}")

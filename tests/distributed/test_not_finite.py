@@ -1,6 +1,8 @@
 """`Options(check=True)` names the NaN or the infinity that makes a loss NaN: where, and how
 many."""
 
+import functools
+
 import pytest
 import torch
 from ranks import Failure, on_ranks
@@ -277,12 +279,12 @@ def test_check_names_a_trained_term_that_is_not_finite_where_a_token_is_ignored(
     assert trained.grad.isfinite() and trained.grad != 0
 
 
-def labelled(group, device, *of_ranks):
+def labelled(group, device, *of_ranks, way="statistics"):
     """Token 1 has another label on each rank: the error of each."""
     problem = Problem(group, device)
     problem.labels[1] = of_ranks[0 if group is None else group.rank()]
     try:
-        problem.run("statistics")
+        problem.run(way)
     except ValueError as error:
         return str(error)
 
@@ -299,3 +301,9 @@ def test_check_says_that_ranks_disagree_where_a_rank_has_a_good_label(labels):
         is_good = label == -100 or 0 <= label < V
         assert ("which ranks do not agree on" in said) == is_good, said
         assert ("do they hold other batches? Then shard=" in said) == is_good, said
+
+
+@pytest.mark.parametrize("way", ["valid tokens", "one_sweep"])
+def test_check_of_a_linear_head_asks_for_other_batches_where_a_token_is_ignored_on_one_rank(way):
+    for said in on_ranks(2, functools.partial(labelled, way=way), -100, 1):
+        assert "do not agree on" in said and "do they hold other batches? Then shard=" in said, said

@@ -73,6 +73,8 @@ def losses_that_replace_ours(group):
             for place in (model, type(model)):
                 with mock.patch.object(place, name, lambda *args: torch.zeros(B, S)):
                     refused(call, f"place of {name} and would ignore another one, got ['losses_t")
+                    says = "fused=False" if name == "_scale_logits" else "as terms= of the head"
+                    refused(call, says)
             call()
         other = {name: lambda self, *args: args[-1].sum()}
         below = type("Below", (GPTModel,), other)

@@ -340,6 +340,8 @@ def arguments_of_a_head(group):
     refused(lambda: head_of(metrics={"lse": 1}), "got dict: write a list of its values", TypeError)
     said = "linear must be a Linear, got str: write Linear('one_sweep')"
     refused(lambda: head_of(linear="one_sweep"), said, TypeError)
+    fp8 = head_of(linear=Linear(gradients="fp8"))
+    refused(lambda: install(model_of(), fp8), "write Linear('one_sweep', gradients='fp8')")
     return {}
 
 

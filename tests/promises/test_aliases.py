@@ -16,6 +16,7 @@ import tp_headloss
 from tp_headloss import (
     GRPO,
     PPO,
+    AcceptanceRate,
     BitsPerByte,
     CausalLMLoss,
     CrossEntropy,
@@ -657,6 +658,10 @@ MESSAGES = {
     "log-probs of nobody": (
         lambda: HeadLoss(PolicyGradient())(LOGITS, LABELS, inputs={"our_logprobs": LOGITS[..., 0]}),
         "unused ['our_logprobs'], which none of them takes",
+    ),
+    "an argument of what takes none": (
+        lambda: AcceptanceRate(beta=0.5),
+        "got an unexpected keyword argument 'beta': it takes none",
     ),
     "a choice in the place of a weight": (
         lambda: Distillation("reverse_kl"),
