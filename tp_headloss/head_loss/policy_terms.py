@@ -183,7 +183,7 @@ def KLToReference(
         importance_weight: by default none; "on-policy" for a weight of value 1 with the score function's
             gradient; "old" or "generator" for the ratio to the input "old_log_prob" or
             "generator_log_prob", which gets no gradient.
-        options: the clamps of `losses.kl_estimate`, ``input_clamp=None, output_clamp=None`` for none.
+        options: the clamps of `losses.kl_estimate`; ``input_clamp=None, output_clamp=None``: none.
 
     Examples:
         >>> logits, labels = torch.zeros(1, 2, 4), torch.tensor([[0, 3]])  # [batch, sequence, V]

@@ -105,8 +105,8 @@ def compute_acceptance_rate(
         target_probs: probabilities, not their logs, nor per cent. A sum of up to 1.01, of
             rounding, counts as 1; with a larger one, or with logits or log-probs in their place,
             both means are NaN.
-        shard: A forgotten one is silently wrong, another rate on each rank, as probabilities of some
-            ids may sum to less than 1.
+        shard: A forgotten one is silently wrong: another rate on each rank, because probabilities
+            of some ids may sum to less than 1.
         eps: least divisor of the means.
         reduce_fn: called with local_correct, a sum, and local_denom, its divisor; returns both summed
             over the ranks of other tokens. None: this rank has all tokens.

@@ -43,7 +43,7 @@ def _add(state, log2_p, log2_q, inputs, rows):
         variation += sign * (p - q)
         variation_mean += sign * p
     if rows.overlap is not None:
-        # by the sign, as NaN has none that is less
+        # tl.minimum would take the other one in the place of NaN
         below = 0.5 - half_sign(p - q)
         overlap += below * p + (1.0 - below) * q
         overlap_mean += below * p
