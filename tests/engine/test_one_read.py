@@ -511,7 +511,7 @@ REFUSED = {
             terms=(hl.Distillation(1.0, "jsd"), hl.Distillation(1.0, "total_variation")),
             inputs={"teacher": hl.Teacher(torch.zeros(N, V).bfloat16())},
         ),
-        "one of .'jsd', 'total_variation'., .* got",
+        ".'jsd'. or .'total_variation', 'overlap'., .* got",
     ),
     "no reduction": (dict(reduction="none"), "a reduction .* got reduction='none'"),
 }

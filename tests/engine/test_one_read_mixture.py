@@ -1,5 +1,6 @@
 """The second round of one read in the kernel's arithmetic, compiled for the host: Jensen-Shannon
-divergence and total variation of a teacher's probabilities and the student's, and gradients."""
+divergence, total variation and overlap of a teacher's probabilities and the student's, and
+gradients."""
 
 import ctypes
 
@@ -22,8 +23,9 @@ from node_on_host import (
 from tp_headloss.engine.one_read import params as one_read_params
 
 pytestmark = needs_compiler
-MIXED = np.dtype([("value", "f4"), ("mean", "f4")])
+MIXED = np.dtype([("value", "f4"), ("mean", "f4"), ("overlap", "f4")])
 BETA = 0.3
+SIGNED = "total_variation", "overlap"  # whose slopes are made of signs of p - q
 
 
 @pytest.fixture(scope="module", params=one_read_params.MIXTURES)
@@ -74,8 +76,9 @@ def row_of(z, u, scale, beside=BESIDE):
 
 def slopes_of(name, p, q):
     """What p times that is summed to the mean, for each column."""
-    if name == "total_variation":
-        return np.sign(p - q) / 2
+    if name in SIGNED:
+        half_sign = np.sign(p - q) / 2
+        return 0.5 - half_sign if name == "overlap" else half_sign
     m = BETA * q + (1 - BETA) * p
     with np.errstate(divide="ignore", invalid="ignore"):
         return (1 - BETA) * np.where(p > 0, np.log(p / m), 0)
@@ -84,10 +87,17 @@ def slopes_of(name, p, q):
 def value_of(name, p, q):
     if name == "total_variation":
         return np.abs(p - q).sum() / 2
+    if name == "overlap":
+        return np.minimum(p, q).sum()
     m = BETA * q + (1 - BETA) * p
     with np.errstate(divide="ignore", invalid="ignore"):
         student, teacher = (np.where(x > 0, x * np.log(x / m), 0).sum() for x in (p, q))
     return (1 - BETA) * student + BETA * teacher
+
+
+def place_of(name):
+    """Where its value is: in the sums, and in the row's node."""
+    return ("overlap", "overlap") if name == "overlap" else ("value", "mixture")
 
 
 def noise_of(z, u, scale):
@@ -124,12 +134,12 @@ def test_values_and_means_agree_with_float64(
         node, p, q = row_of(z, u, scale, BESIDE if is_tempered else 1.0)
         found, noise = mixed(one, node, z, u, scale), noise_of(z, u, scale)
         mean = (p * slopes_of(name, p, q)).sum()
-        if name == "total_variation":  # whose sign may be another where both are nearly equal
+        if name in SIGNED:  # the sign may be another where both are nearly equal
             near = np.abs(p - q) < noise * (p + q)
             assert abs(found["mean"] - mean) <= noise + p[near].sum()
         else:
             assert abs(found["mean"] - mean) <= noise
-        assert abs(found["value"] - value_of(name, p, q)) <= noise
+        assert abs(found[place_of(name)[0]] - value_of(name, p, q)) <= noise
 
 
 @SCALES
@@ -141,7 +151,7 @@ def test_gradients_agree_with_float64(is_tempered, scale, name, host, host_of_on
         node, p, q = row_of(z, u, scale, beside)
         slopes = slopes_of(name, p, q)
         mean, value = (p * slopes).sum(), value_of(name, p, q)
-        node["mixture"], node["mixture_mean"] = value, mean
+        node[place_of(name)[1]], node["mixture_mean"] = value, mean
         fields = {f"{name}_factor": 0.25, f"{name}_square": -0.5, "log_prob_factor": -0.5}
         fields |= {"scale": scale, "student_scale": beside, "weight": weight}
         found = gradient(one, z, u, node, 1.5, **fields)
@@ -150,7 +160,7 @@ def test_gradients_agree_with_float64(is_tempered, scale, name, host, host_of_on
         by = 0.25 - 0.5 * value
         expected = weight[0] * 1.5 * scale * (by * beside * p * (slopes - mean) + 0.5 * own)
         atol = scale * noise_of(z, u, scale)
-        if name == "total_variation":
+        if name in SIGNED:
             near = np.abs(p - q) < noise_of(z, u, scale) * (p + q)
             atol = atol + np.where(near, scale * p, 0)
         if z[0] > -np.inf:
@@ -162,15 +172,18 @@ def test_equal_probabilities_are_no_divergence_and_have_no_slope(name, host):
     z = np.zeros(8)
     node, *_ = row_of(z, z, 1.0)
     found = mixed(host, node, z, z, 1.0)
-    assert found["value"] == found["mean"] == 0
-    node["mixture"] = node["mixture_mean"] = 0
+    if name == "overlap":
+        assert found["overlap"] == 1 and found["mean"] == 0.5
+    else:
+        assert found["value"] == found["mean"] == 0
+    node["mixture"], node["mixture_mean"], node["overlap"] = found
     assert not gradient(host, z, z, node, student_scale=BESIDE, **{f"{name}_factor": 1.0}).any()
 
 
 def test_a_metric_leaves_the_gradient_alone_whatever_the_teacher_is(host):
     z, u = np.array([0.5, 1.0, 2.0]), np.full(3, np.nan)
     node = node_of(z[1:]).reshape(1)
-    node["mixture"] = node["mixture_mean"] = np.nan
+    node["mixture"] = node["mixture_mean"] = node["overlap"] = np.nan
     assert np.isfinite(gradient(host, z, u, node, lse_factor=1.0)).all()
 
 
@@ -188,11 +201,61 @@ def test_a_teacher_without_probabilities_has_no_divergence(name, host):
 def test_results_are_stored_under_the_statistics_name(name, host):
     z, u = np.array([0.5, 1.0, 2.0]), np.array([1.0, 0.0, -1.0])
     node, *_ = row_of(z, u, 1.0)
-    node["mixture"], node["mixture_mean"] = 0.25, 0.125
+    node[place_of(name)[1]], node["mixture_mean"] = 0.25, 0.125
     rows = {x: np.zeros(1, dtype=np.float32) for x in one_read_params.OUTPUTS[8:]}
     fields = {"labels": np.zeros(1, dtype=np.int64), "wide_labels": 1, **rows}
     fields |= {"argmax": np.zeros(1, dtype=np.int64), "hits": np.zeros(1, dtype=np.uint8)}
     host.stores(argument(**fields), pointer(node), ctypes.c_float(1.0), 0, 0)
     assert rows[name] == 0.25 and rows[f"{name}_mean"] == 0.125
-    (other,) = {*one_read_params.MIXTURES} - {name}
-    assert rows[other] == 0 and rows[f"{other}_mean"] == 0
+    for other in {*one_read_params.MIXTURES} - {name}:
+        assert rows[other] == 0 and rows[f"{other}_mean"] == 0
+
+
+def test_a_small_overlap_keeps_its_digits(host, name):
+    """As 1 - total_variation it would have two, and its gradient's mean as 1/2 less that one's."""
+    if name != "overlap":
+        pytest.skip("of the overlap")
+    z, u = np.zeros(8), np.zeros(8)
+    z[0], u[1] = 12.0, 16.0
+    node, p, q = row_of(z, u, 1.0)
+    found = mixed(host, node, z, u, 1.0)
+    mean = (p * slopes_of(name, p, q)).sum()
+    assert value_of(name, p, q) < 1e-2 and mean < 1e-2
+    assert found["overlap"] == pytest.approx(value_of(name, p, q), rel=2e-6)
+    assert found["mean"] == pytest.approx(mean, rel=2e-6)
+
+
+@pytest.fixture(scope="module")
+def host_of_both(tmp_path_factory):
+    without = *one_read_params.OF_ENTRIES, "jsd"
+    return library(tmp_path_factory.mktemp("both"), without=without)
+
+
+def test_an_overlap_and_a_total_variation_have_one_second_round(host_of_both):
+    for z, u in taught_rows():
+        node, p, q = row_of(z, u, 1.0)
+        found, noise = mixed(host_of_both, node, z, u, 1.0), noise_of(z, u, 1.0)
+        assert abs(found["value"] - value_of("total_variation", p, q)) <= noise
+        assert abs(found["overlap"] - value_of("overlap", p, q)) <= noise
+        mean = (p * slopes_of("overlap", p, q)).sum()
+        near = np.abs(p - q) < noise * (p + q)
+        assert abs(found["mean"] - mean) <= noise + p[near].sum()
+        node["mixture"], node["mixture_mean"], node["overlap"] = found
+        factors = {"overlap_factor": 0.75, "total_variation_factor": 0.25, "student_scale": BESIDE}
+        expected = 0.5 * BESIDE * p * (slopes_of("overlap", p, q) - mean)
+        atol = noise + np.where(near, p, 0) + p * p[near].sum()
+        if z[0] > -np.inf:
+            both = gradient(host_of_both, z, u, node, **factors)
+            assert (np.abs(both - expected) <= atol + 1e-4 * np.abs(expected)).all()
+
+
+def test_both_are_stored_and_each_has_its_mean(host_of_both):
+    z, u = np.array([0.5, 1.0, 2.0]), np.array([1.0, 0.0, -1.0])
+    node, *_ = row_of(z, u, 1.0)
+    node["mixture"], node["mixture_mean"], node["overlap"] = 0.25, 0.125, 0.75
+    rows = {x: np.zeros(1, dtype=np.float32) for x in one_read_params.OUTPUTS[8:]}
+    fields = {"labels": np.zeros(1, dtype=np.int64), "wide_labels": 1, **rows}
+    fields |= {"argmax": np.zeros(1, dtype=np.int64), "hits": np.zeros(1, dtype=np.uint8)}
+    host_of_both.stores(argument(**fields), pointer(node), ctypes.c_float(1.0), 0, 0)
+    assert rows["total_variation"] == 0.25 and rows["total_variation_mean"] == 0.375
+    assert rows["overlap"] == 0.75 and rows["overlap_mean"] == 0.125

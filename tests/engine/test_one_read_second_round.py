@@ -49,9 +49,20 @@ MIXED = {
     },
     "LK": {"terms": (hl.CrossEntropy(0.1), hl.LKLoss(eta=2.0)), "temperature": 2.0},
     "LK and the rate": {"terms": (hl.LKLoss(0.5),), "metrics": (hl.AcceptanceRate(),)},
+    "LK, alpha": {"terms": (hl.LKLoss(0.5, "alpha"),), "temperature": 2.0},
+    "LK, alpha, and the rate": {
+        "terms": (hl.CrossEntropy(), hl.LKLoss(0.5, "alpha")),
+        "metrics": (hl.AcceptanceRate(),),
+    },
+    "overlap, and total variation squared": {
+        "terms": (
+            hl.Term("overlap", StatisticValue("overlap"), -0.5),
+            hl.Term("variation", StatisticValue("total_variation", square=True), 0.2),
+        ),
+    },
 }
 # each compiles kernels of both ways again
-MANY = "JSD", "JSD and all", "JSD at another temperature", "total variation"
+MANY = "JSD", "JSD and all", "JSD at another temperature", "total variation", "LK, alpha"
 WIDTHS = [(case, width) for case in MIXED for width in (704, 1000)]
 WIDTHS += [(case, width) for case in MANY for width in (8, 32064, 128256)]
 

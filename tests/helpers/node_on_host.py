@@ -41,11 +41,12 @@ NODE = np.dtype(
         ("label_log_tau", "f4"),
         ("mixture", "f4"),
         ("mixture_mean", "f4"),
+        ("overlap", "f4"),
     ]
 )
 NO_TEACHER = -np.inf, 0, 0
 NO_ENTRIES = -np.inf, 0, 0, 0, -np.inf, 0, -np.inf
-NO_MIXTURE = 0, 0
+NO_MIXTURE = 0, 0, 0
 # flags of calls that have neither a top-K teacher nor a second round
 WITHOUT = *one_read_params.OF_ENTRIES, *one_read_params.MIXTURES
 TEACHER_SCALE, BESIDE = 0.75, 0.625  # see `Scales` in `params.cuh`

@@ -82,6 +82,7 @@ SETS = {
         Term("own", _with_teacher, want=("forward_kl",), inputs=("scale",), pointwise=True),
     ),
     "LK": (LKLoss(0.7), LKLoss(0.2, eta=0.0)),
+    "LK, alpha": (LKLoss(0.7, "alpha"),),
     "sapo": (PolicyGradient("sapo"), PolicyGradient("reinforce")),
     "own": (Term("own", _own, want=("entropy",), inputs=("scale",), pointwise=True),),
     **{f"kl {name}": (KLToReference(0.3, name),) for name in KL_ESTIMATORS},

@@ -102,8 +102,7 @@ def LKLoss(
     else:
         function = partial(losses.lk_lambda, eta=3.0 if eta is None else eta)
         want = "forward_kl", "total_variation"
-    is_pointwise = form == "lambda"  # of statistics that one launch reads
-    return Term("lk", function, weight, want, tokenwise=True, pointwise=is_pointwise)
+    return Term("lk", function, weight, want, tokenwise=True, pointwise=True)
 
 
 @checked

@@ -25,7 +25,7 @@ class DivergenceFamily(Family):
     statistics = gradients = DIVERGENCES
     wide_gradients, narrow_gradients = ("jsd",), ("total_variation", "overlap")
     values = ()
-    in_one_read = ("jsd", "total_variation")
+    in_one_read = DIVERGENCES
 
     def second_rows(self, call: Wanted) -> tuple[str, ...]:
         return tuple(name for name in self.statistics if name in call.want)

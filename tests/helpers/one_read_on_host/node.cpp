@@ -67,7 +67,7 @@ void mixtures(const Node* node, const float* z, const float* u, Mixed* found, in
   for (int i = 0; i < n; i++) Mixture::add_column(sums, powers_of(f, z[i], u[i]), f.mixture);
   const Mixed all = Mixture::ended(sums, f.mixture);
   const Node x = Mixture::with_sums(*node, all, bases.over_p, bases.over_q, beta);
-  *found = {x.mixture, x.mixture_mean};
+  *found = {x.mixture, x.mixture_mean, x.overlap};
 }
 
 // A label's part of a teacher's sums.

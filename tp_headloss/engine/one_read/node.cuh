@@ -112,7 +112,7 @@ DEVICE Node join(Node a, Node b, Scales scales) {
 //   tail     max     sum    mass of the entries                 tag << 2
 //   more     the label's logit   moment of the teacher   0      tag << 2
 // and in the second round
-//   mixture  value   mean   0                                   tag << 2
+//   mixture  value   mean   overlap                             tag << 2
 // All but the first are there where somebody wants them; `more`, where a logit has 32 bits, too. An
 // item has fewer columns than 2^16.
 struct Packet {
@@ -142,12 +142,13 @@ struct Packet {
             number(teacher.z), number(beside.x),  number(beside.y),  number(beside.z),
             number(more.y),    number(topk.x),    number(topk.y),    number(tail.z),
             number(topk.z),    number(tail.x),    number(tail.y),    -INF,
-            0.f,               0.f};
+            0.f,               0.f,               0.f};
   }
 };
 // The store of the second round.
 DEVICE uint4 store_of(const Mixed& x, u32 tag) {
-  return make_uint4(__float_as_uint(x.value), __float_as_uint(x.mean), 0, tag << 2);
+  return make_uint4(__float_as_uint(x.value), __float_as_uint(x.mean), __float_as_uint(x.overlap),
+                    tag << 2);
 }
 // logit: the label's.
 DEVICE Packet packet_of(const Node& x, Bits logit, u32 tag, u32 flags) {

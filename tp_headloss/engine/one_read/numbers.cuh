@@ -51,6 +51,11 @@ constexpr bool WANTS_VARIATION = true;
 #else
 constexpr bool WANTS_VARIATION = false;
 #endif
+#ifdef OVERLAP
+constexpr bool WANTS_OVERLAP = true;
+#else
+constexpr bool WANTS_OVERLAP = false;
+#endif
 #ifdef TOPK_FORWARD_KL
 constexpr bool WANTS_TOPK_KL = true;
 #else
@@ -107,7 +112,7 @@ constexpr u32 WITHOUT_SIGN = IS_FLOAT32<Bits> ? 0x7fffffffu : 0x7fff7fffu;
 constexpr int COLUMNS = 16 / sizeof(Bits);  // of a vector of 16 bytes
 constexpr int TEACHER_VECTORS = sizeof(TeacherBits) / sizeof(Bits);  // beside each of the student's
 // Statistics that a row function has derivatives by, and those that it is given; see `params.py`.
-constexpr int SLOPES = 11, KNOWN = 14;
+constexpr int SLOPES = 12, KNOWN = 15;
 #ifdef ROWS
 constexpr bool HAS_ROWS = true;
 #else
@@ -123,12 +128,13 @@ DEVICE Row row_function(const float*) { return {}; }
 
 // Whether some of these statistics compare with a teacher, whether some with a top-K teacher, and
 // whether one needs a row's probabilities, and so a second round of packets, see `Mixture`.
-constexpr bool HAS_MIXTURE = WANTS_JSD || WANTS_VARIATION;
+constexpr bool HAS_MIXTURE = WANTS_JSD || WANTS_VARIATION || WANTS_OVERLAP;
 constexpr bool HAS_TEACHER =
     WANTS_FORWARD_KL || WANTS_REVERSE_KL || WANTS_TEACHER_ENTROPY || HAS_MIXTURE;
 constexpr bool HAS_BESIDE = WANTS_REVERSE_KL || IS_TEMPERED;
 constexpr bool HAS_ENTRIES = WANTS_TOPK_KL || WANTS_VOCAB_KL || WANTS_TAIL;
-static_assert(!(WANTS_JSD && WANTS_VARIATION) && !(HAS_MIXTURE && HAS_ENTRIES));
+static_assert(!(WANTS_JSD && (WANTS_VARIATION || WANTS_OVERLAP)));
+static_assert(!(HAS_MIXTURE && HAS_ENTRIES));
 
 // Warps of each role, in the order of the roles; the two teams of sum warps take turns. Beside a
 // mixture one team is the mix warps, and one post warp is tell.

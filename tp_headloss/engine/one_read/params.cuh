@@ -33,6 +33,7 @@ struct Params {
   float *topk_shift, *topk_sum, *topk_mass, *topk_gap;
   float *rest_shift, *rest_sum, *rest_mean, *inside, *outside;
   float *jsd, *jsd_mean, *total_variation, *total_variation_mean;  // [rows] each, or null
+  float *overlap, *overlap_mean;                                   // likewise
   float *shift, *sum, *others, *target;           // [rows] each: merged rows
   const void* values[VALUES];  // [rows] each: what is summed over tokens, fp32 or bool
   float* found;                // [TERMS + SLOPES, rows]: values and derivatives of a row function
@@ -61,6 +62,7 @@ struct Params {
   float tail_log_mass_factor, tail_log_mass_square;
   float jsd_factor, jsd_square;
   float total_variation_factor, total_variation_square;
+  float overlap_factor, overlap_square;
   float coefficients[VALUES];  // of the values' sums in the loss
   // Before and after the tanh of a softcap, or the logits' scale; the latter is divided by the
   // temperature, if that is one number.

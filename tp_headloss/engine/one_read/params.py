@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 
 # Statistics that a kernel is compiled with, in capitals.
 DIVERGENCES = "forward_kl", "reverse_kl"
-MIXTURES = "jsd", "total_variation"  # which need a second round of packets
+# Those that need a second round of packets, of which a call has those of one kind.
+SECOND_ROUNDS = ("jsd",), ("total_variation", "overlap")
+MIXTURES = *SECOND_ROUNDS[0], *SECOND_ROUNDS[1]
 OF_TEACHER = *DIVERGENCES, "teacher_entropy", *MIXTURES  # whose logits are read, too
 OF_ENTRIES = "topk_forward_kl", "vocab_forward_kl", "tail_log_mass"  # of a top-K teacher
 FLAGS = "entropy", "argmax", "total", *OF_TEACHER, *OF_ENTRIES
@@ -93,6 +95,8 @@ OUTPUTS = (
     "jsd_mean",
     "total_variation",
     "total_variation_mean",
+    "overlap",
+    "overlap_mean",
     "shift",
     "sum",
     "others",

@@ -360,7 +360,8 @@ DEVICE bool receive_second(const Params& q, Program& p, int row, Mixed& sums) {
     store = ld_relaxed_sys_b128(from);
     return store.w >> 2 == p.tag;
   });
-  sums = add_lanes_of({__uint_as_float(store.x), __uint_as_float(store.y)}, p.all);
+  auto number = [](u32 bits) { return __uint_as_float(bits); };
+  sums = add_lanes_of({number(store.x), number(store.y), number(store.z)}, p.all);
   return come;
 }
 
@@ -397,8 +398,9 @@ DEVICE Row row_of(const Params& q, const Solved& r, const Given& given) {
   float known[KNOWN + GIVEN + TERMS] = {(float)r.lse, (float)r.log_prob, (float)r.entropy,
                                         (float)r.total, (float)r.forward_kl, (float)r.reverse_kl,
                                         r.topk_forward_kl, r.vocab_forward_kl,
-                                        r.log_outside, r.mixture, r.mixture, (float)r.mass,
-                                        r.teacher_mass, (float)r.teacher_entropy};
+                                        r.log_outside, r.mixture, r.mixture, r.overlap,
+                                        (float)r.mass, r.teacher_mass,
+                                        (float)r.teacher_entropy};
   for (int k = 0; k < GIVEN; k++) known[KNOWN + k] = given.x[k];
   for (int k = 0; k < TERMS; k++) known[KNOWN + GIVEN + k] = q.coefficients[k];
   return row_function(known);
@@ -529,7 +531,8 @@ DEVICE Mixed mix_leaf(const Params& q, const Program& p, const Item& item, int l
   if (p.lane == 0 && span.has(item.target)) {
     add(even, logit_of(p.s.logit[p.slot]), logit_of(p.s.teacher_logit[p.slot]), false);
   }
-  const Mixed sums = {add_lanes(even.value + odd.value), add_lanes(even.mean + odd.mean)};
+  Mixed sums = {add_lanes(even.value + odd.value), add_lanes(even.mean + odd.mean)};
+  if constexpr (WANTS_OVERLAP) sums.overlap = add_lanes(even.overlap + odd.overlap);
   return Mixture::ended(sums, f.mixture);
 }
 

@@ -26,7 +26,7 @@ struct KeptNode {
     return x;
   }
 };
-static_assert(sizeof(Node) == 22 * sizeof(u32));
+static_assert(sizeof(Node) == 23 * sizeof(u32));
 constexpr int ENTRY_SLOTS = HAS_ENTRIES ? SLOTS : 1;
 constexpr int TEACHER_SLOTS = HAS_TEACHER ? SLOTS : 1;
 constexpr int MIXTURE_SLOTS = HAS_MIXTURE ? SLOTS : 1;

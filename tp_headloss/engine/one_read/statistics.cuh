@@ -31,11 +31,11 @@ struct Node {
   // entries' sums of tau and of tau (log tau - scale * (value - topk_max)).
   float topk_max, topk_sum, topk_mass, topk_cross, tail_max, tail_sum;
   float label_log_tau;  // -inf where the label is no entry, or not known yet
-  float mixture, mixture_mean;  // Mixture: of a row, from its second round
+  float mixture, mixture_mean, overlap;  // Mixture: of a row, from its second round
 };
 DEVICE Node nothing() {
   return {-INF, 0.f, 0.f,  0.f, 0,   NO_INDEX, -INF, 0.f, 0.f,  0.f, 0.f,
-          0.f,  0.f, -INF, 0.f, 0.f, 0.f,      -INF, 0.f, -INF, 0.f, 0.f};
+          0.f,  0.f, -INF, 0.f, 0.f, 0.f,      -INF, 0.f, -INF, 0.f, 0.f, 0.f};
 }
 DEVICE float finite(float max) { return max == -INF ? 0.f : max; }
 
@@ -97,7 +97,7 @@ struct Solved {
   double teacher_top, student_sum, gap, forward_kl, reverse_kl, teacher_entropy;
   // TopK: logs of the student's probabilities of the entries and of the tail.
   float log_inside, log_outside, topk_forward_kl, vocab_forward_kl, teacher_mass;
-  float mixture;  // Mixture
+  float mixture, overlap;  // Mixture
 };
 
 // A row's softmax in float32, from which its gradient's factors come; as `Solved`.
@@ -633,14 +633,19 @@ struct MixtureFactors {
   float of_p, of_q, beside;
   float by, mean;
 };
-// Sums over columns in the second round. Until it is `ended` the value is the teacher's part alone.
+// Sums over columns in the second round. Until they are `ended`, JSD's value and the overlap are
+// the teacher's parts alone.
 struct Mixed {
-  float value, mean;
+  float value, mean, overlap;
 };
 
-// The Jensen-Shannon divergence of p and q, or their total variation: a value, and the mean that
-// its gradient subtracts, as in `divergence.py`. Sums over columns take both probabilities, so that
-// they are those of a second round over the row, in which no column is left out.
+// The Jensen-Shannon divergence of p and q, or their total variation and overlap: a value, the
+// overlap, and the mean that the gradient subtracts, as in `divergence.py`. Sums over columns take
+// both probabilities, so that they are those of a second round over the row, in which no column is
+// left out.
+//
+// Beside an overlap the mean is its own, of p * (1/2 - half a sign), which keeps the digits of a
+// small one; that of the total variation, of p * half a sign, is 1/2 less that.
 struct Mixture : Statistic {
   // The student's and the teacher's share of a mixture m; what log2(p / m) is multiplied by.
   DEVICE static float share_of_p(float beta) { return WANTS_JSD ? 1.f - beta : 1.f; }
@@ -659,9 +664,13 @@ struct Mixture : Statistic {
     return fmaf(f.of_p, x.p, -(f.of_q * x.q));
   }
   DEVICE static float half_sign(float x) { return x > 0.f ? 0.5f : x < 0.f ? -0.5f : 0.f; }
+  // Of the difference p - q. Overlap: derivative of min(p, q) by p.
+  DEVICE static float slope_at(float difference) {
+    return WANTS_OVERLAP ? 0.5f - half_sign(difference) : half_sign(difference);
+  }
   // What p times that is summed to the mean.
   DEVICE static float slope(const Powers& x, const MixtureFactors& f) {
-    return WANTS_JSD ? over(x.z, log2_mixture(x, f)) : half_sign(apart(x, f));
+    return WANTS_JSD ? over(x.z, log2_mixture(x, f)) : slope_at(apart(x, f));
   }
 
   DEVICE static void add_column(Mixed& sums, const Powers& x, const MixtureFactors& f) {
@@ -670,15 +679,19 @@ struct Mixture : Statistic {
       sums.value = fmaf(x.q, over(x.u, log2_m), sums.value);
       sums.mean = fmaf(x.p, over(x.z, log2_m), sums.mean);
     } else {
-      const float difference = apart(x, f), sign = half_sign(difference);
-      sums.value = fmaf(sign, difference, sums.value);
-      sums.mean = fmaf(sign, x.p, sums.mean);
+      const float difference = apart(x, f), slope = slope_at(difference);
+      if constexpr (WANTS_VARIATION) sums.value += 0.5f * fabsf(difference);
+      if constexpr (WANTS_OVERLAP) sums.overlap = fmaf(1.f - slope, x.q, sums.overlap);
+      sums.mean = fmaf(slope, x.p, sums.mean);
     }
   }
   DEVICE static Mixed ended(const Mixed& sums, const MixtureFactors& f) {
-    if constexpr (!WANTS_JSD) return {sums.value, f.of_p * sums.mean};
+    if constexpr (!WANTS_JSD) {
+      const float mean = f.of_p * sums.mean;
+      return {sums.value, mean, fmaf(f.of_q, sums.overlap, mean)};
+    }
     const float mean = f.of_p * LN2 * sums.mean;
-    return {fmaf(f.of_q * LN2, sums.value, mean), mean};
+    return {fmaf(f.of_q * LN2, sums.value, mean), mean, 0.f};
   }
   // A row with its sums of the second round. Exponents are logarithms of probabilities but for the
   // same number in all columns of a row, whose part of the sums this adds.
@@ -687,16 +700,32 @@ struct Mixture : Statistic {
     const float of_value = WANTS_JSD ? fmaf(beta * LN2, lg2(over_q), of_mean) : 0.f;
     x.mixture = sums.value + of_value;
     x.mixture_mean = sums.mean + of_mean;
+    x.overlap = sums.overlap;
     return x;
   }
 
-  DEVICE static void solve(Solved& r, const Node& x, float, Scales) { r.mixture = x.mixture; }
-  DEVICE static void differentiate(Slopes& g, const Params& q, const Row& row, const Node& x,
-                                   const Softmax& softmax, float factor) {
+  DEVICE static void solve(Solved& r, const Node& x, float, Scales) {
+    r.mixture = x.mixture;
+    r.overlap = x.overlap;
+  }
+  // d loss / d value of the divergence, or of the total variation, and d loss / d overlap
+  DEVICE static float by_value(const Params& q, const Row& row, const Node& x) {
     float by = WANTS_JSD ? q.jsd_factor : q.total_variation_factor;
     const float square = WANTS_JSD ? q.jsd_square : q.total_variation_square;
     if (square != 0.f) by += square * x.mixture;
     if constexpr (HAS_ROWS) by += row.by[WANTS_JSD ? 9 : 10];
+    return by;
+  }
+  DEVICE static float by_overlap(const Params& q, const Row& row, const Node& x) {
+    float by = q.overlap_factor;
+    if (q.overlap_square != 0.f) by += q.overlap_square * x.overlap;
+    if constexpr (HAS_ROWS) by += row.by[11];
+    return by;
+  }
+  DEVICE static void differentiate(Slopes& g, const Params& q, const Row& row, const Node& x,
+                                   const Softmax& softmax, float factor) {
+    float by = WANTS_JSD || WANTS_VARIATION ? by_value(q, row, x) : 0.f;
+    if constexpr (WANTS_OVERLAP) by = by_overlap(q, row, x) - by;
     if (by == 0.f) return;
     if (!(x.teacher_sum > 0.f)) g.each = g.label = NONE;  // it has no probabilities
     by *= factor * softmax.scales.beside;
@@ -707,8 +736,16 @@ struct Mixture : Statistic {
   DEVICE static void store(const Params& q, const Node& x, float, const Solved& r,
                            const Settle& settle, const Item& item, bool) {
     const double nothing = x.teacher_sum > 0.f ? 0.0 : NONE;
-    (WANTS_JSD ? q.jsd : q.total_variation)[item.row] = settle(r.mixture + nothing);
-    (WANTS_JSD ? q.jsd_mean : q.total_variation_mean)[item.row] = settle(x.mixture_mean + nothing);
+    const double mean = x.mixture_mean + nothing;
+    if constexpr (WANTS_JSD || WANTS_VARIATION) {
+      (WANTS_JSD ? q.jsd : q.total_variation)[item.row] = settle(r.mixture + nothing);
+      const double of_value = WANTS_OVERLAP ? 0.5 - mean : mean;
+      (WANTS_JSD ? q.jsd_mean : q.total_variation_mean)[item.row] = settle(of_value);
+    }
+    if constexpr (WANTS_OVERLAP) {
+      q.overlap[item.row] = settle(r.overlap + nothing);
+      q.overlap_mean[item.row] = settle(mean);
+    }
   }
 };
 

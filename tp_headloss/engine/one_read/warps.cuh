@@ -26,6 +26,9 @@ DEVICE Mixed add_lanes_of(Mixed x, int lanes) {
   for (int d = 1; d < lanes; d *= 2) {
     x.value = __fadd_rn(x.value, __shfl_xor_sync(~0u, x.value, d));
     x.mean = __fadd_rn(x.mean, __shfl_xor_sync(~0u, x.mean, d));
+    if constexpr (WANTS_OVERLAP) {
+      x.overlap = __fadd_rn(x.overlap, __shfl_xor_sync(~0u, x.overlap, d));
+    }
   }
   return x;
 }

@@ -34,7 +34,7 @@ from ..one_read.cuts import (
     teacher_vectors,
 )
 from ..one_read.launch import Upstream, memory_of
-from ..one_read.params import ENTRIES, FLAGS, MIXTURES, RANKS, TERMS, VALUES
+from ..one_read.params import ENTRIES, FLAGS, RANKS, SECOND_ROUNDS, TERMS, VALUES
 from ..passes import Reduced
 from ..reductions import FusedReduction
 from ..request import Facts, Request, Tensors, without_gaps
@@ -274,9 +274,10 @@ def _obstacle_of_kind(
     others = [*{*facts.want} - {*FLAGS}, *{*summed} - SUMMED]
     if others:
         return f"no statistics but {sorted({*FLAGS} | SUMMED)}, got {sorted({*others})}"
-    mixtures = [name for name in MIXTURES if name in facts.want]
-    if len(mixtures) > 1 or (mixtures and has_entries(facts)):
-        return f"one of {list(MIXTURES)}, and no top-K teacher beside it, got {list(facts.want)}"
+    rounds = [names for names in SECOND_ROUNDS if not {*names}.isdisjoint(facts.want)]
+    if len(rounds) > 1 or (rounds and has_entries(facts)):
+        kinds = " or ".join(str([*names]) for names in SECOND_ROUNDS)
+        return f"{kinds}, and no top-K teacher beside them, got {list(facts.want)}"
     if len(statistics) > VALUES:
         return f"at most {VALUES} sums of terms and metrics, got {list(statistics)}"
     if facts.scale < 0:
