@@ -1426,6 +1426,8 @@ GROUPS = {
         ("engine/watched.py", "_expect_constant", "result.requires_grad", "False"),
         ("engine/untried.py", "warn_of_rounding", "apart.max() > ROUNDING * largest", "False"),
         ("engine/untried.py", "warn_of_rounding", "(0.0, SHIFT, -SHIFT)", "(0.0,)"),
+        ("engine/untried.py", "warn_of_last_bits", "apart > SLOPE_TOLERANCE * (1 + expected.abs().max())", "False"),
+        ("engine/untried.py", "warn_of_last_bits", "(torch.inf, -torch.inf)", "(torch.inf,)"),
         ("engine/watched.py", "_add_note", '"tile" in given', "False"),
         ("engine/registration.py", "_owner_of_row", "owner in statistics.BUILT_IN", "False"),
         ("engine/registration.py", "_other_name", "name in others or name in OF_CARRIERS", "False"),

@@ -457,6 +457,22 @@ def test_a_gradient_that_is_wrong_where_the_label_is_not_alone_is_found():
     expect_refused(BestOtherOrLabel(), words)
 
 
+class BestOtherOrAbove(BestOther):
+    def is_largest(self, tile, merged):
+        is_label = tile.target[:, None] == torch.arange(tile.z.shape[1])
+        return (tile.z >= merged["best_other_max"]) & ~is_label
+
+
+@pytest.mark.parametrize("kind", [BestOther, BestOtherOrAbove])
+def test_a_gradient_that_compares_logits_with_those_of_the_forward_is_a_warning(kind):
+    words = (
+        f"gradient of 'best_other' of family {kind.__name__} is another where logits differ "
+        "from those of the forward in the last bit"
+    )
+    with pytest.warns(UserWarning, match=words), registered(kind()):
+        pass
+
+
 class Best(BestOther):
     """The largest logit of all ids, which has a kink where two of them are the largest."""
 

@@ -26,7 +26,7 @@ from ..statistics import (
 from . import eager
 from .later_ids import tensors_in
 from .trial import GRADIENT, LABELS, Trial, has_own, try_family, try_later_ids
-from .untried import try_larger, try_ties, warn_of_rounding, warn_of_untried
+from .untried import try_larger, try_ties, warn_of_last_bits, warn_of_rounding, warn_of_untried
 from .watched import watched
 
 # Methods that return names, and how an error calls these names
@@ -48,7 +48,8 @@ def register_statistic(family: Annotated[Family, Instance(Family)]) -> None:
     must agree: a vocabulary in one part and in two, with a label and without, and the gradient with
     finite differences; those of a family with a table also at ids where the table has other numbers
     than at the first ones. A statistic that is constant on all of these numbers is a warning, and
-    so are ids beyond a table that get its numbers, as by `%`. One that `family.gradients` does not
+    so are ids beyond a table that get its numbers, as by `%`, and a gradient that compares logits
+    with those of the forward, which ``Linear("recompute")`` makes again. One that `family.gradients` does not
     name is a constant for every loss. On GPUs a call that wants the statistics needs `device`, the
     same methods as Triton functions, or ``Options(backend="torch")``.
 
@@ -92,6 +93,7 @@ def register_statistic(family: Annotated[Family, Instance(Family)]) -> None:
         try_ties(trial)
         try_later_ids(trial)
         warn_of_rounding(trial)
+        warn_of_last_bits(trial)
         warn_of_untried(trial)
     statistics.add_family(family)
 

@@ -7,8 +7,10 @@ import warnings
 
 import torch
 
+from . import passes
 from .later_ids import reads_ids_without_a_table, tables
-from .trial import LABELS, LARGER, LOGITS, TEMPERATURE, WIDTH, Trial
+from .request import Request
+from .trial import LABELS, LARGER, LOGITS, SLOPE_TOLERANCE, TEMPERATURE, WIDTH, Trial
 
 SHIFT = 100.0  # beyond where an exponential in fp32 overflows, or vanishes
 ROUNDING = 1e-2  # of the largest value
@@ -75,6 +77,39 @@ def warn_of_rounding(trial: Trial) -> None:
                     stacklevel=4,
                 )
                 return
+
+
+@torch.no_grad()
+def warn_of_last_bits(trial: Trial) -> None:
+    """Warn of a gradient that is another where each logit is one bit larger or smaller than in the
+    forward, as logits may be that a linear head makes again for its backward."""
+    request = trial.request(LABELS)
+    merged = passes.statistics(request)[0]
+    # as in a backward, which has no logits of labels
+    tensors = request.tensors._replace(label_logits=None)
+    for name in trial.family.gradients:
+        expected = _gradient(request._replace(tensors=tensors), merged, name)
+        for end in (torch.inf, -torch.inf):
+            logits = torch.nextafter(tensors.logits, tensors.logits.new_tensor(end))
+            again = request._replace(tensors=tensors._replace(logits=logits))
+            apart = (_gradient(again, merged, name) - expected).abs().max()
+            if apart > SLOPE_TOLERANCE * (1 + expected.abs().max()):
+                warnings.warn(
+                    f"the gradient of {name!r} of family {type(trial.family).__name__} is another "
+                    "where logits differ from those of the forward in the last bit, as they may "
+                    'under Linear("recompute"), which makes them again: direct and coefficient '
+                    "must find a column by its id, in a merged row, and not by comparing its logit",
+                    stacklevel=4,
+                )
+                return
+
+
+def _gradient(request: Request, merged, name: str) -> torch.Tensor:
+    """The gradient of the sum of one statistic by the logits."""
+    found = torch.zeros_like(request.tensors.logits)
+    one = found.new_ones(len(found))
+    passes.write_gradient(found, request, merged, {name: one})
+    return found
 
 
 def warn_of_untried(trial: Trial) -> None:
