@@ -279,6 +279,11 @@ def one_sweep_everywhere(group):
             losses.sum().backward()
             with torch.no_grad():
                 evaluated = model.eval()(ids, positions, mask, labels=labels)
+                counted = torch.arange(S).expand(B, S) != 1
+                masked = model(ids, positions, mask, labels=labels, loss_mask=counted.float())
+        # with a mask that only one sweep knows, in evaluation, too
+        expected = torch.where(counted, evaluated, 0.0) if mode == "one_sweep" else evaluated
+        assert torch.equal(masked, expected)
         found.append((losses.detach(), {n: p.grad for n, p in model.named_parameters()}))
         assert torch.equal(evaluated, found[0][0]) and not losses[:, 2].any()
     return compared(*found[1], *found[0], head_name(model))

@@ -239,6 +239,8 @@ def ranks_that_differ(group):
     for name, value in OTHERS.items():
         head = head_of(**({name: value} if other else {}))
         same(lambda: install(model, head), f"ranks must agree on {name}")  # noqa: B023
+    head = head_of(options=Options(check=True) if other else None)
+    same(lambda: install(model, head), "ranks must agree on options.check: rank 0 of the group has")
     for terms in (CrossEntropy(label_smoothing=0.2), [SMOOTHED[0], ZLoss(2e-3)]):
         head = head_of(terms=terms if other else SMOOTHED)
         same(lambda: install(model, head), "ranks must agree on terms")  # noqa: B023

@@ -164,6 +164,7 @@ def test_ignored_tokens_are_dropped_by_their_count():
     )
     few, grads = run(clean, Linear(max_valid_tokens=count - 1), none)
     assert few.loss.isnan().all() and grads[1].isnan().all()  # those of tokens alone, too
+    assert few.count.isnan() and all(x.isnan() for x in few.means().values())
     stats = linear_vocab_statistics(
         hidden, weight, labels, linear=Linear(max_valid_tokens=count), want=("argmax",)
     )

@@ -421,6 +421,28 @@ OTHER_CLIPS = {
         hl.PolicyMetrics((3e-4, 4e-4)),
         "clip=(0.0003, 0.0004), level='sequence'",
     ),
+    "CISPO": (
+        lambda metrics: hl.CISPO((0.2, 0.5), metrics=metrics),
+        hl.PolicyMetrics(),
+        "clip=(0.2, 0.5)",
+    ),
+    "CISPO's bound": (
+        lambda metrics: hl.CISPO((0.0, 5.0), "bound", metrics=metrics),
+        hl.PolicyMetrics((0.0, 5.0)),
+        "clip=(1, 4)",
+    ),
+    "GMPO": (
+        lambda metrics: hl.HeadLoss(hl.PolicyGradient("gmpo"), metrics=metrics),
+        hl.PolicyMetrics(),
+        "clip=(0.3297, 0.4918)",
+    ),
+    "clip-cov": (
+        lambda metrics: hl.HeadLoss(
+            hl.PolicyGradient("clip-cov", clip=(0.1, 0.2)), metrics=metrics
+        ),
+        hl.PolicyMetrics(),
+        "clip=(0.1, 0.2)",
+    ),
 }
 
 
@@ -432,10 +454,28 @@ def test_metrics_of_another_clip_than_the_objectives_are_a_warning(case):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         made(eval(f"hl.PolicyMetrics({right})"))
-        hl.HeadLoss(hl.PolicyGradient("gmpo"), metrics=metrics)
+        hl.HeadLoss(hl.PolicyGradient("sapo"), metrics=metrics)
         hl.HeadLoss(metrics=metrics)
         own = functools.partial(lambda stats: stats.lse)
         hl.HeadLoss(hl.Term("own", own), metrics=(metrics, hl.Metric(functools.partial(dict))))
+
+
+@pytest.mark.parametrize("case", ["CISPO's bound", "GMPO"])
+def test_metrics_with_the_clip_that_the_warning_names_count_what_the_objective_clips(case):
+    made, _, right = OTHER_CLIPS[case]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        log_ratio = torch.randn(1, 500)
+    logits, labels = torch.zeros(1, 500, 8), torch.zeros(1, 500, dtype=torch.long)
+    log_prob = hl.log_probs(logits, labels).log_prob
+    inputs = {
+        "advantages": torch.ones(1, 1),
+        "old_log_prob": log_prob - log_ratio,
+        "sequences": hl.Sequences.from_mask(labels == 0),
+    }
+    out = made(eval(f"hl.PolicyMetrics({right})"))(logits, labels, inputs=inputs)
+    is_clipped = log_ratio.exp() > 5 if "bound" in case else log_ratio.abs() > 0.4
+    assert out.metrics["clip_fraction"] == is_clipped.sum() > 10
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

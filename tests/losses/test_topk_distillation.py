@@ -2,6 +2,7 @@
 vocabulary."""
 
 import math
+import warnings
 
 import oracle
 import pytest
@@ -539,6 +540,30 @@ def test_logits_in_place_of_a_teachers_log_probs_are_found_by_check(how):
 def test_what_is_in_place_of_a_teachers_log_probs_is_asked(log_probs, asked):
     with pytest.raises(ValueError, match=asked):
         checked_entries(log_probs=torch.tensor(log_probs).repeat(4, 1))
+
+
+def test_entries_less_likely_than_the_likeliest_ids_can_be_are_a_warning():
+    """As logits far below 0 are, which are no error."""
+    loss = hl.HeadLoss(
+        hl.TopKDistillation(1.0, support="vocabulary"), options=hl.Options(check=True)
+    )
+    student, labels = torch.randn(4, 50), torch.zeros(4, dtype=torch.long)
+    top = (torch.randn(4, 50) - 40).topk(8)
+
+    def call(log_probs, **options):
+        teacher = hl.TopKTeacher(top.indices, log_probs, **{"renormalize": False, **options})
+        loss(student, labels, inputs={"teacher": teacher})
+
+    words = r"of token 0 .* add up to .*e-1.*, and the likeliest ids have at least 0.16"
+    with pytest.warns(UserWarning, match=words):
+        call(top.values)
+    likely = top.values.log_softmax(-1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call(likely)
+        call(torch.where(torch.arange(4)[:, None] == 2, likely, top.values))  # of one token
+        call(top.values, renormalize=True)
+        call(top.values, mask=torch.zeros(4, 8, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("how", CHECKED)

@@ -719,6 +719,14 @@ MESSAGES = {
         lambda: HeadLoss(PolicyGradient(), "mean"),
         "got 1 more: write metrics=.., reduction=..",
     ),
+    "hidden states and a weight": (
+        lambda: tp_headloss.log_probs(LOGITS, torch.zeros(8, 4), LABELS),
+        "1 more: of hidden states and a weight write linear_vocab_statistics(hidden, weight, labels",
+    ),
+    "hidden states and a weight of a loss": (
+        lambda: HeadLoss()(LOGITS, torch.zeros(8, 4), LABELS),
+        "1 more: of hidden states and a weight write HeadLoss(..).linear(hidden, weight, labels, ..)",
+    ),
     "a softcap of a term": (
         lambda: PolicyGradient("clip", softcap=3.0),
         "'softcap': write HeadLoss(..)(.., transform=Transform(softcap=..)), an argument of the call",

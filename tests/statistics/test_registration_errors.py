@@ -457,6 +457,54 @@ def test_a_gradient_that_is_wrong_where_the_label_is_not_alone_is_found():
     expect_refused(BestOtherOrLabel(), words)
 
 
+KEPT = {}
+
+
+class KeepsItsValue(Sums):
+    """Its gradient reads what the last forward has left behind."""
+
+    def __init__(self, name, parts):
+        super().__init__(name, parts)
+        self.merged = ()
+
+    def keep(self, value):
+        self.value = value
+
+    def kept(self):
+        return self.value
+
+    def finish(self, sums, joined):
+        values, rows = super().finish(sums, joined)
+        self.keep(rows)
+        return values, {}
+
+    def coefficient(self, total, shifted, weight, merged, grads):
+        rows = {name: x[:, None].to(weight) for name, x in self.kept().items()}
+        return super().coefficient(total, shifted, weight, rows, grads)
+
+
+class KeepsItElsewhere(KeepsItsValue):
+    def keep(self, value):
+        KEPT["value"] = value
+
+    def kept(self):
+        return KEPT["value"]
+
+
+@pytest.mark.parametrize("kind", [KeepsItsValue, KeepsItElsewhere])
+def test_a_family_keeps_nothing_between_forward_and_backward(kind):
+    words = f"family {kind.__name__} must keep nothing between a forward and its backward but rows"
+    expect_refused(kind("own", PARTS[:1]), words)
+
+
+def test_an_upstream_gradient_of_lse_is_no_more_there_than_any_other():
+    def coefficient(self, total, shifted, weight, merged, grads):
+        total = Sums.coefficient(self, total, shifted, weight, merged, grads)
+        return total + 0 * grads["lse"]
+
+    expect_refused(family_with(coefficient=coefficient), "coefficient reads grads['lse'], but")
+
+
 class BestOtherOrAbove(BestOther):
     def is_largest(self, tile, merged):
         is_label = tile.target[:, None] == torch.arange(tile.z.shape[1])

@@ -130,7 +130,7 @@ def test_tables_of_other_types_and_those_of_a_class_are_read_too(made):
             pass
 
 
-@pytest.mark.parametrize("ids", [[70], (70, 90), {70}, torch.tensor([70, 90])])
+@pytest.mark.parametrize("ids", [[70], (70, 90), {70}, range(70, 90), torch.tensor([70, 90])])
 def test_ids_of_a_family_itself_are_looked_at(ids):
     with registered(OfIds(ids)):
         pass

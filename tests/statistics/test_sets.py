@@ -176,6 +176,11 @@ UNSOUND = {
         "counts? Pass torch.nn.functional.pad(counts.cumsum(0), (1, ",
     ),
     "a later part": ([2, 4, 5], 6, ": of a part of the ids? Pass ids[2:5] and offsets - 2"),
+    "ends alone": (
+        [2, 4, 6],
+        6,
+        ": ends alone? Pass torch.nn.functional.pad(ends, (1, 0))",
+    ),
     "a first part": ([0, 4, 5], 6, ": of a part of the ids? Pass ids[0:5] and offsets - 0"),
     "descending": (
         [0, 4, 2, 6],

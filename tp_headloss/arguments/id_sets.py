@@ -64,10 +64,10 @@ class IdSets:
     """A set of ids per token, such as those that a sampler kept, over which the student is
     renormalised.
 
-    A negative id is none, and an id that is there several times counts once. Sets of different
-    sizes take less memory by `from_csr`. A set that is empty, that holds an id at or beyond the
-    vocabulary or lacks its token's label makes the statistics over sets of that token NaN
-    (``Options.check`` raises instead).
+    A negative id is none, and an id that is there several times counts once. So pad with -1: a
+    padding of 0 is the id 0, which counts. Sets of different sizes take less memory by `from_csr`.
+    A set that is empty, that holds an id at or beyond the vocabulary or lacks its token's label
+    makes the statistics over sets of that token NaN (``Options.check`` raises instead).
 
     Args:
         ids: global, replicated, in any order; ascending ones are a little quicker.
@@ -374,7 +374,9 @@ def expect_offsets(offsets: torch.Tensor, count: int):
     advice = []
     if may_be_counts:
         advice.append("counts? Pass torch.nn.functional.pad(counts.cumsum(0), (1, 0))")
-    if are_of_a_part:
+    if ascend and last == count:
+        advice.append("ends alone? Pass torch.nn.functional.pad(ends, (1, 0))")
+    elif are_of_a_part:
         advice.append(f"of a part of the ids? Pass ids[{first}:{last}] and offsets - {first}")
     said = ": " * bool(advice) + "; ".join(advice)
     raise ValueError(

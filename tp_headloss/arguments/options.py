@@ -95,7 +95,7 @@ class Options:
             makes its peers' results NaN, and their next call raises.
         check: raise a ValueError that names the first token with a bad label, set, given id or
             entry of a `TopKTeacher` (an unknown id, or log-probs whose probabilities add up to more
-            than 1, as those of logits do, or with a tail's to another sum), an input of log-probs
+            than 1, as those of logits mostly do, or with a tail's to another sum), an input of log-probs
             that holds probabilities, or a rollout weight below 0, as log-weights are. Or that
             logits (beside hidden states, the teacher's alone) are probabilities, or were normalised
             over one rank's columns. Or that names token, column, rank and count of a NaN (or an

@@ -58,7 +58,11 @@ class Sequences(MadeWhole):
     ``Options(check=True)`` for tokens whose label is ignored.
 
     They are of the tokens of one call: each of several mini-batches of a rollout has its own, of
-    its part of the mask. The mask is copied: make them after filtering.
+    its part of the mask. The mask is copied: make them after filtering. A sequence is whole in its
+    call: the parts of one that is split over micro-batches are taken for a sequence each, silently,
+    with a length, a mean and a ratio of their own. ``lengths`` of the whole sequences make losses
+    over a ``denominator`` right again, but not ratios of sequences (GSPO, GMPO, VESPO) and not
+    `mean_metrics`.
 
     Attributes:
         lengths: [B] fp32, N_i over the whole group.

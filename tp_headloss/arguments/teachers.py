@@ -62,11 +62,12 @@ class Teacher(_Tempered):
         logits: sharded like the student's, fp32, bf16 or fp16, or float64 where the student's
             are, never differentiated; log-probs of the whole vocabulary are logits, too, and of
             probabilities their log() is. ``Options(check=True)`` finds probabilities, and columns
-            that each rank has normalised by itself; nothing finds columns of another rank, but for
-            equal ones on two ranks, with ``Options(validate="full")``. The
-            backward reads them again: leave their memory as it is until then. Columns at or beyond
-            the shard's ``vocab_size`` take no part: a teacher of more ids is compared on the common
-            ones, if that is the vocab_size and its logits are cut alike.
+            that each rank has normalised by itself; nothing finds negated log-probs, per cents (any
+            numbers are logits), or columns of another rank, but for equal ones on two ranks, with
+            ``Options(validate="full")``. The backward reads them again: leave their memory as it is
+            until then. Columns at or beyond the shard's ``vocab_size`` take no part: a teacher of
+            more ids is compared on the common ones, if that is the vocab_size and its logits are
+            cut alike.
         temperature: of the teacher, or one per token [..]. A token whose temperature in a tensor is
             not positive has a divergence of NaN.
         student_temperature: divides the student's logits (with bias, scale and softcap, whatever
@@ -114,8 +115,10 @@ class TopKTeacher(_Tempered):
     All of it must be equal on all ranks of the group, else results are undefined:
     ``Options(validate="full")`` finds it. Log-probs are natural logarithms of probabilities, at
     most 0. Logits, probabilities or a wrong sign in their place give wrong numbers without an
-    error, unless ``Options(check=True)`` looks at the values. It finds logarithms to another base
-    only beside a tail, with which probabilities add up to 1.
+    error, unless ``Options(check=True)`` looks at the values: probabilities that add up to more
+    than 1 are an error, and with renormalize=False a warning where they add up to less than the K
+    likeliest ids have (a tenth of K / V, in all tokens). Between these nothing shows, and
+    logarithms to another base do only beside a tail, with which probabilities add up to 1.
 
     An entry with a negative id, a log-prob of -inf, or False in ``mask`` does not count; entries of
     the same id add up; an id at or beyond the vocabulary makes its token's distillation NaN (mask

@@ -3,6 +3,8 @@
 Also the check of a top-K teacher's values.
 """
 
+import warnings
+
 import torch
 
 from ..arguments.id_sets import IdSets, flat_ids, masked_ids, ragged
@@ -80,6 +82,8 @@ def check_sets(sets: IdSets, labels, ignore_index: int, vocab_size: int, has_lab
     )
 
 
+# of K / V, the least that the K likeliest ids have, which even other ids seldom have less than
+UNLIKELY = 0.1
 # by which a teacher's probabilities may miss 1: they may have been rounded before they came here
 MASS_ROUNDING = 0.01
 
@@ -90,7 +94,8 @@ def check_entries(teacher: TopKTeacher, labels, ignore_index: int, vocab_size: i
     They cannot if one is at or beyond the vocabulary, or if their probabilities add up to more than
     1, as those of logits in place of log-probs mostly do. With a tail's they must add up to 1: else
     it is the tail of other entries, or of another temperature or base. A token without entries may
-    have any tail.
+    have any tail. Without a tail, entries that add up to less than the likeliest ids can are a
+    warning, if all tokens' do.
     """
     count = teacher.ids.shape[-1]
     given = teacher.log_probs.detach().reshape(-1, count)
@@ -113,6 +118,8 @@ def check_entries(teacher: TopKTeacher, labels, ignore_index: int, vocab_size: i
         lambda token: _hint_of_entries(given[token][known[token]]),
     )
     if teacher.tail_log_prob is None:
+        if not teacher.renormalize:
+            _warn_of_unlikely_entries(mass, known.sum(1) / vocab_size, valid)
         return
     tail = teacher.tail_log_prob.detach().reshape(-1, 1)
     tail_mass, tail_rounding = _mass(tail)
@@ -127,6 +134,24 @@ def check_entries(teacher: TopKTeacher, labels, ignore_index: int, vocab_size: i
             f"got {float(tail[token]):.6g}, of {float(tail_mass[token]):.6g}"
         ),
         "; is it a natural logarithm, of these entries, at their temperature?",
+    )
+
+
+def _warn_of_unlikely_entries(mass: torch.Tensor, even: torch.Tensor, valid: torch.Tensor):
+    """Warn where the entries of all tokens have fewer probability than the K likeliest ids can.
+
+    mass, even: [n], the entries' probability, and what it is where all ids are equally likely.
+    """
+    counted = valid & (even > 0)
+    if not counted.any() or (counted & (mass >= UNLIKELY * even)).any():
+        return
+    token = int(counted.nonzero()[0])
+    warnings.warn(
+        f"teacher.log_probs of token {token} (flat index) are of probabilities that add up to "
+        f"{float(mass[token]):.3g}, and the likeliest ids have at least {float(even[token]):.3g}, as "
+        "those of all other tokens: are these logits? If so, pass log-probs; entries that are "
+        "unlikely ids are right",
+        stacklevel=2,
     )
 
 

@@ -109,12 +109,14 @@ def _tensors(family: Family) -> list[tuple[str, torch.Tensor]]:
 
 
 def _tensor(value: Any) -> torch.Tensor | None:
-    """Return a tensor, numbers of an array or of a list or set, an integer, or integers that are the
-    keys of a dict, as a tensor [..]; None for anything else."""
+    """Return a tensor, numbers of an array or of a list or set, the first of a range, an integer, or
+    integers that are the keys of a dict, as a tensor [..]; None for anything else."""
     if isinstance(value, dict) and value and all(type(key) is int for key in value):
         value = list(value)
     if isinstance(value, (set, frozenset)):
         value = list(value)
+    if isinstance(value, range):  # which may be long
+        value = [*value[:1]]
     if isinstance(value, int) and not isinstance(value, bool):
         value = [value]
     numbers = int, float, list, tuple

@@ -26,7 +26,14 @@ from ..statistics import (
 from . import eager
 from .later_ids import tensors_in
 from .trial import GRADIENT, LABELS, Trial, has_own, try_family, try_later_ids
-from .untried import try_larger, try_ties, warn_of_last_bits, warn_of_rounding, warn_of_untried
+from .untried import (
+    try_another_call,
+    try_larger,
+    try_ties,
+    warn_of_last_bits,
+    warn_of_rounding,
+    warn_of_untried,
+)
 from .watched import watched
 
 # Methods that return names, and how an error calls these names
@@ -91,6 +98,7 @@ def register_statistic(family: Annotated[Family, Instance(Family)]) -> None:
         try_family(trial)
         try_larger(trial)
         try_ties(trial)
+        try_another_call(trial)
         try_later_ids(trial)
         warn_of_rounding(trial)
         warn_of_last_bits(trial)

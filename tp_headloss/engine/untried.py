@@ -45,6 +45,34 @@ def try_ties(trial: Trial) -> None:
 
 
 @torch.no_grad()
+def try_another_call(trial: Trial) -> None:
+    """Raise ValueError if a family keeps something between the forward of a call and its backward
+    elsewhere than in merged rows: another call comes between them, as of an evaluation.
+
+    The loss has one statistic alone.
+    """
+    request = trial.request(LABELS)
+    # as in a backward, which has no logits of labels
+    backward = request._replace(tensors=request.tensors._replace(label_logits=None))
+    tokens = torch.arange(len(LOGITS)).flip(0)
+    other = trial.rows_request(trial.logits[tokens], tokens, LABELS)
+    for name in trial.family.gradients:
+        merged = passes.statistics(request)[0]
+        expected = _gradient(backward, merged, name)
+        trial.values(other)
+        found = _gradient(backward, merged, name)
+        if not torch.equal(found.nan_to_num(), expected.nan_to_num()):
+            at = int((found - expected).abs().nan_to_num(torch.inf).argmax())
+            raise ValueError(
+                f"the methods of family {type(trial.family).__name__} must keep nothing between a "
+                f"forward and its backward but rows of merged, got the gradient of {name} = "
+                f"{float(found.flatten()[at]):.6g} after another call and "
+                f"{float(expected.flatten()[at]):.6g} without: return it from finish, by a name "
+                "that is in merged, and read it in the gradient's methods"
+            )
+
+
+@torch.no_grad()
 def warn_of_rounding(trial: Trial) -> None:
     """Warn of statistics that fp32 logits make infinite or wrong where float64 ones do not.
 

@@ -236,12 +236,16 @@ def linear_output(
 def known_output(out: HeadLossOutput, order: ValidTokens) -> HeadLossOutput:
     """Return the output with losses, sums and count of NaN, if more tokens are valid than
     `Linear.max_valid_tokens`."""
-    known = torch.ones_like(out.loss).masked_fill(order.missing, torch.nan)
+    known = torch.ones_like(out.count).masked_fill(order.missing, torch.nan)
+
+    def as_known(x: torch.Tensor) -> torch.Tensor:
+        return x * known.to(x.dtype)
+
     sums: dict[str, Any] = {
-        field: {name: x * known for name, x in getattr(out, field).items()}
+        field: {name: as_known(x) for name, x in getattr(out, field).items()}
         for field in ("terms", "metrics", "sequence_metrics", "term_counts")
     }
-    return out._replace(loss=out.loss * known, count=out.count * known, **sums)
+    return out._replace(loss=as_known(out.loss), count=as_known(out.count), **sums)
 
 
 def _obstacle_to_one_sweep(call: Call, head: LinearRequest) -> str | None:

@@ -3,6 +3,8 @@ log-probs."""
 
 from __future__ import annotations
 
+import inspect
+import math
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -64,9 +66,12 @@ OBJECTIVES: dict[str, tuple[Callable[..., torch.Tensor], tuple[str, ...]]] = {
     "positive-nll": (losses.positive_nll, ("rewards",)),
 }
 
-# objectives that clip ratios as `PolicyMetrics` counts them -> whose ratio
+# objectives that clip ratios -> whose ratio, a level of `PolicyMetrics`
 CLIP_LEVELS = {
     losses.ppo_clip: "token",
+    losses.cispo: "token",
+    losses.gmpo: "token",
+    losses.clip_cov: "token",
     losses.gspo: "sequence",
     losses.gspo_length_weighted: "sequence",
 }
@@ -220,7 +225,10 @@ def PolicyMetrics(
     "old_log_prob".
 
     Args:
-        clip, dual_clip: those of the objective; beside one with others, a `HeadLoss` warns.
+        clip, dual_clip: those of the objective, the clip as distances of r from 1, whatever the
+            objective's own convention: beside a "cispo" with convention="bound" and clip=(0.0, 5.0)
+            it is (1.0, 4.0), and beside a "gmpo", which bounds log r to [-low, high], (1 -
+            exp(-low), exp(high) - 1). Beside an objective with others, a `HeadLoss` warns.
         level: "token" for the token's ratio, "sequence" for its sequence's (input "sequences"), as
             GSPO clips it.
         reference: True adds the KL to the input "reference_log_prob".
@@ -276,7 +284,8 @@ class ClipOptions(NamedTuple):
     def __str__(self):
         dual_clip = f", dual_clip={self.dual_clip}" * (self.dual_clip is not None)
         level = f", level={self.level!r}" * (self.level != "token")
-        return f"clip={self.clip}{dual_clip}{level}"
+        low, high = (float(f"{distance:.4g}") for distance in self.clip)
+        return f"clip=({low:g}, {high:g}){dual_clip}{level}"
 
 
 def warn_of_another_clip(terms: tuple[Term, ...], metrics: tuple[Metric, ...]) -> None:
@@ -285,7 +294,7 @@ def warn_of_another_clip(terms: tuple[Term, ...], metrics: tuple[Metric, ...]) -
     objectives = [clip for clip in clips if clip is not None]
     clips = [_clip_of_metrics(metric) for metric in metrics]
     counted = [clip for clip in clips if clip is not None]
-    if objectives and counted and not {*objectives} & {*counted}:
+    if objectives and counted and not {*map(str, objectives)} & {*map(str, counted)}:
         warnings.warn(
             f"the objective has {objectives[0]}, and PolicyMetrics beside it counts what "
             f"{counted[0]} clips: write PolicyMetrics({objectives[0]})",
@@ -294,14 +303,19 @@ def warn_of_another_clip(terms: tuple[Term, ...], metrics: tuple[Metric, ...]) -
 
 
 def _clip_of_objective(function) -> ClipOptions | None:
-    """Return the options of a term's function, None if it is no objective with this clip."""
+    """Return the options of a term's function, None if it is no objective with a clip."""
     if not isinstance(function, partial) or function.func is not _policy_loss:
         return None
     per_token, options, _ = function.args
     if per_token not in CLIP_LEVELS:
         return None
-    clip = tuple(map(float, options.get("clip", CLIP)))
-    return ClipOptions(clip, options.get("dual_clip"), CLIP_LEVELS[per_token])
+    default = inspect.signature(per_token).parameters["clip"].default
+    low, high = map(float, options.get("clip", default))
+    if per_token is losses.gmpo:  # a clip of log r
+        low, high = -math.expm1(-low), math.expm1(high)
+    if options.get("convention") == "bound":
+        low, high = 1.0, high - 1
+    return ClipOptions((low, high), options.get("dual_clip"), CLIP_LEVELS[per_token])
 
 
 def _clip_of_metrics(metric: Metric) -> ClipOptions | None:

@@ -52,8 +52,8 @@ class Term:
             logits. Values must be equal on all ranks of the shard's group: nothing of the rank's
             own columns, no dropout by its own seed. They are of the whole vocabulary, so need no
             sum over ranks, and are not written to: an error, which of collectives, as
-            ``dist.all_reduce(stats.entropy)``, ``Options(check=True)`` alone finds. A
-            `StatisticValue`, such as
+            ``dist.all_reduce(stats.entropy)``, and of what goes through ``.data`` or NumPy
+            ``Options(check=True)`` alone finds. A `StatisticValue`, such as
             ``StatisticValue("lse", square=True)``, needs no kernel of its own, and wants its
             statistic by itself. A term is not called itself: ``term.function(stats)`` has the
             values alone. To pickle a HeadLoss, use functions of a module, and `functools.partial`

@@ -53,12 +53,13 @@ def policy_metrics(
       ratio, ratio_clamped;
     * "kl_old": r - log r - 1, "approx_kl": -log r, two estimates of KL(old || new);
     * "clip_fraction": r is outside of the clip; "pg_clip_fraction": r is outside on the side of the
-      sign of the advantage A, where the gradient is zero; with dual_clip, "pg_clip_fraction_lower":
-      A < 0 and r > dual_clip;
+      sign of the advantage A, where the gradient of a clipped objective is zero (CISPO's is not);
+      with dual_clip, "pg_clip_fraction_lower": A < 0 and r > dual_clip;
     * with reference_log_prob, "kl_reference": k3 of `kl_estimate` without output clamp, which one
       token may dominate.
 
     Args:
+        clip: distances of r from 1, whatever the objective's own convention.
         sequences: makes r the ratio of the token's sequence (GSPO), equal for its tokens.
 
     Examples:

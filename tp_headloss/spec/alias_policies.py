@@ -86,8 +86,14 @@ OF_POLICIES = (
     Alias(
         "epsilon, epsilon_high",
         "TRL",
-        f"PolicyMetrics, {DISTANCES}",
+        DISTANCES,
         "clip=(epsilon, epsilon_high)",
+    ),
+    Alias(
+        "epsilon, epsilon_high",
+        "TRL",
+        "PolicyMetrics",
+        "clip=(epsilon, epsilon_high), of 'cispo' clip=(1.0, epsilon_high - 1)",
     ),
     Alias(
         "epsilon, epsilon_high",
@@ -102,6 +108,13 @@ OF_POLICIES = (
     ),
     Alias("clip_low, clip_high", "many", CLIPPED, "clip=(clip_low, clip_high)"),
     Alias("clip_ratio_c", "verl", DUAL, "dual_clip=clip_ratio_c"),
+    Alias("calculate_entropy", "verl", "log_probs", "entropy="),
+    Alias(
+        "sum_pi_squared",
+        "verl",
+        "log_probs",
+        'vocab_statistics(.., want=("collision",)).collision',
+    ),
     Alias("clip_ratio, cliprange", "verl, TRL", CLIPPED, "clip=({}, {})"),
     Alias(
         "clip_eps, eps_clip, clip_range", "OpenRLHF, Stable-Baselines3", CLIPPED, "clip=({}, {})"

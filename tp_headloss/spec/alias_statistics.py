@@ -74,6 +74,12 @@ OF_STATISTICS = (
         "is_top1",
         '"is_top1" in outputs= of fuse_log_probs',
     ),
+    Alias(
+        "Family, Tile, Softmax, Merging, Joined, row_sum",
+        "ours",
+        "package",
+        "tp_headloss.statistics.family.{}",
+    ),
     Alias("hits, mass", "ours", "want", '"argmax" for .hits, "total" for .mass'),
     Alias(f"{MASKS}, token_weight", "verl, TRL, ours", STATISTICS, UNWEIGHTED),
     Alias("attention_mask", "Transformers", STATISTICS, OF_LABELS),

@@ -338,6 +338,12 @@ WRITTEN = (
     Alias(
         "want",
         "ours",
+        "HeadLoss",
+        'metrics="name of a statistic", or Term(.., want=..) and Metric(.., want=..) of your own',
+    ),
+    Alias(
+        "want",
+        "ours",
         "HeadLoss.forward, HeadLoss.linear",
         "HeadLoss(.., metrics=..), or vocab_statistics(.., want=..) for values per token",
     ),

@@ -41,6 +41,12 @@ MADE_BY = {
     "sample": "sample(logits, seed=seed, positions=positions), positions being for each token a "
     "number that no other draw with this seed has, in a first one torch.arange(B * S).view(B, S)",
 }
+# functions of logits -> what to write of hidden states and a weight
+OF_HIDDEN_STATES = {
+    "log_probs": "linear_vocab_statistics(hidden, weight, labels, ..).log_prob",
+    "vocab_statistics": "linear_vocab_statistics(hidden, weight, labels, ..)",
+    "HeadLoss.forward": "HeadLoss(..).linear(hidden, weight, labels, ..)",
+}
 # parameter -> the record that it takes, whose own arguments may be given in its place
 RECORDS = {
     "transform": "Transform",

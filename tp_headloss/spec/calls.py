@@ -17,6 +17,7 @@ from .aliases import (
     KEYWORDS,
     MADE_BY,
     OF_CALLS,
+    OF_HIDDEN_STATES,
     PLACES,
     RECORDS,
     hint,
@@ -82,7 +83,7 @@ def refuse_call(
         by_name = f": write {', '.join(rest)} for others" if rest else ""
         places = ", ".join(_own(filled)) or "no argument"
         extra = len(args) - most
-        said = _as_one_list(function, args) or by_name
+        said = _as_one_list(function, args) or _as_linear(function, args) or by_name
         raise TypeError(f"{owner} takes {places} by position, got {extra} more{said}")
     if twice := [name for name in filled if name in kwargs]:
         raise TypeError(f"{owner} must get {twice[0]} once, got it by position and by name")
@@ -172,6 +173,15 @@ def _as_one_list(function, args: tuple) -> str:
     is_of_parts = bool(classes) and all(isinstance(part, classes) for part in parts)
     places = ", ".join([".."] * len(parts))
     return f": write one list, {function.__qualname__}([{places}])" * is_of_parts
+
+
+def _as_linear(function, args: tuple) -> str:
+    """Return what to write for hidden states, a weight and labels that a function of logits was
+    given, "" for other arguments."""
+    tensors = [x for x in args if isinstance(x, torch.Tensor)]
+    is_weight = len(tensors) == 3 and tensors[1].is_floating_point() and tensors[1].dim() == 2
+    write = OF_HIDDEN_STATES.get(function.__qualname__) if is_weight else None
+    return f": of hidden states and a weight write {write}" if write else ""
 
 
 def _own(names: list[str]) -> list[str]:

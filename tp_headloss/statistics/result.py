@@ -59,7 +59,8 @@ class VocabStatistics(NamedTuple):
         argmax: int64 vocabulary id, the lowest on ties; not differentiable.
         mass: with total, the number (weighted: sum of w) of columns above -inf; not differentiable.
         labels: this rank's plain labels, the ignore_index among them: a table of ids is read at
-            labels.clamp(min=0).
+            labels.clamp(min=0). A `HeadLoss` ignores tokens of weight 0, too: their label is then
+            the ignore_index (unless the weights require a gradient).
         valid: bool, the label is not the ignore_index.
         hits: bool, see `correct`.
         forward_kl: KL(teacher || student), nats, at the temperatures of the `Teacher`.
@@ -76,9 +77,9 @@ class VocabStatistics(NamedTuple):
         topk_reverse_kl: as topk_forward_kl.
         topk_log_mass: log of the student's probability of the entries.
         tail_log_mass: log of the student's probability of everything else, summed directly.
-        tail_entropy: entropy of the student over everything else.
+        tail_entropy: entropy of the student renormalised over everything else.
         topk_jsd: over the entries, where the student is normalised.
-        vocab_jsd: the entries' part, the student normalised over the vocabulary.
+        vocab_jsd: the entries' terms of the JSD, the student normalised over the vocabulary.
         set_log_prob: log p of the label, renormalised over the token's set (`IdSets`); never above
             0.
         set_entropy: entropy of p renormalised over the set.
@@ -168,12 +169,12 @@ class VocabStatistics(NamedTuple):
         missing = [name for name in names if getattr(self, name) is None]
         if not missing:
             return
-        remedy = f"give want={tuple(missing)}"
+        remedy = f"give want={tuple(missing)}, those of a HeadLoss by its terms and metrics"
         if {*missing} & OF_LABELS:
             remedy = "give labels"
         elif "teacher_mass" in missing:
             remedy = "give a TopKTeacher, and a statistic of it in want"
-        said = f"{owner} must have the statistics {missing}, got None: {remedy}"
+        said = f"{owner} must have the statistics {missing}, got None for them: {remedy}"
         raise MissingStatistics(said)
 
     @property

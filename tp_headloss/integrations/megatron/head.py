@@ -199,7 +199,7 @@ class MegatronHead(Observed):
             "metrics": self.head_loss.metrics,
             "ignore_index": self.ignore_index,
             "linear": self.linear,
-            "options": self.head_loss.options,
+            "options": self.head_loss.options or Options(),  # so that a difference has its name
         }
 
     def refuse_unused(self, config, fused: bool):
@@ -287,14 +287,16 @@ class MegatronHead(Observed):
             weight: [v/P, h] sharded on V; None: the layer's own.
             layer: Megatron's ColumnParallelLinear. It says the group, the bias and how dH is
                 reduced.
-            labels, loss_mask: [b, s] replicated. The mask is used in one sweep only.
+            labels, loss_mask: [b, s] replicated. The mask is used with the mode "one_sweep" only.
             config: the model's TransformerConfig.
         """
         refuse_options(config, layer)
         _expect_labels(labels, hidden, layer)
         if loss_mask is not None:
             TOKEN_WEIGHT.check("loss_mask", loss_mask, sizes_of("labels", labels, labels.shape))
-        one_sweep = self.linear.mode == "one_sweep" and torch.is_grad_enabled()
+        one_sweep = (
+            self.linear.mode == "one_sweep"
+        )  # recompute without gradients, with the mask, too
         mode: Mode = "one_sweep" if one_sweep else "recompute"
         weight, labels, given = self._linear_arguments(weight, layer, labels, config, mode)
         if not one_sweep:
