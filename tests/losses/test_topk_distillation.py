@@ -562,6 +562,7 @@ def test_entries_less_likely_than_the_likeliest_ids_can_be_are_a_warning():
         warnings.simplefilter("error")
         call(likely)
         call(torch.where(torch.arange(4)[:, None] == 2, likely, top.values))  # of one token
+        call(torch.full((4, 8), 0.5 / 50).log())  # of ids that are not the likeliest
         call(top.values, renormalize=True)
         call(top.values, mask=torch.zeros(4, 8, dtype=torch.bool))
 
