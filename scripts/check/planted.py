@@ -1392,6 +1392,7 @@ GROUPS = {
         ("call/agreement.py", "_constant_facts", "isinstance(value, frozenset)", "False"),
     ],
     "test_registration_ids": [
+        ("engine/later_ids.py", "_tensor", "isinstance(value, range)", "False"),
         ("engine/later_ids.py", "ids_that_differ", "width <= x < MOST_OF_CODE", "False"),
         ("statistics/members.py", "_variables_in", "x.opname in ('LOAD_GLOBAL', 'LOAD_NAME')", "True"),
         ("engine/registration.py", "register_statistic", "try_later_ids(trial)", "pass"),
@@ -1440,7 +1441,6 @@ GROUPS = {
         ("engine/untried.py", "warn_of_last_bits", "apart > SLOPE_TOLERANCE * (1 + expected.abs().max())", "False"),
         ("engine/untried.py", "warn_of_last_bits", "(torch.inf, -torch.inf)", "(torch.inf,)"),
         ("engine/untried.py", "try_another_call", "trial.values(other)", "pass"),
-        ("engine/later_ids.py", "_tensor", "isinstance(value, range)", "False"),
         ("engine/watched.py", "_add_note", '"tile" in given', "False"),
         ("engine/registration.py", "_owner_of_row", "owner in statistics.BUILT_IN", "False"),
         ("engine/registration.py", "_other_name", "name in others or name in OF_CARRIERS", "False"),
