@@ -306,6 +306,9 @@ GROUPS = {
         ("call/request_of.py", "_teacher_scales", "temperature / student", "1.0 / student"),
     ],
     "test_losses test_reduction test_terms": [
+        ("head_loss/terms.py", "warn_of_defaults", "keywords & (inputs - {*part.inputs})", "keywords & inputs"),
+        ("head_loss/terms.py", "warn_of_defaults", "isinstance(function, types.FunctionType)", "False"),
+        ("head_loss/named.py", "refused_argument", "_refused(name, f'it is an argument of a call, head_loss(.., {name}=..)', 'of a call')", "None"),
         ("head_loss/evaluation.py", "expect_unchanged", "versions() == before", "True"),
         ("head_loss/evaluation.py", "expect_unchanged", "all(map(_is_same, given, copies))", "True"),
         ("head_loss/evaluation.py", "_is_same", "equal_nan=True", "equal_nan=False"),
@@ -714,6 +717,7 @@ GROUPS = {
     ],
     "test_megatron": [
         ("integrations/megatron/head.py", "MegatronHead.losses_from_hidden", "self.linear.mode == 'one_sweep'", "self.linear.mode == 'one_sweep' and torch.is_grad_enabled()"),
+        ("integrations/megatron/installation.py", "_check_call", "min(rows, head.vocab_size or rows)", "rows"),
         ("integrations/megatron/head.py", "MegatronHead.facts", "self.head_loss.options or Options()", "self.head_loss.options"),
         ("integrations/megatron/head.py", "MegatronHead.refuse_unused", "self.linear.gradients == 'fp8'", "False"),
         ("integrations/megatron/layer.py", "refuse_others", "name != 'compute_language_model_loss'", "True"),
@@ -1302,7 +1306,7 @@ GROUPS = {
         ("head_loss/definition.py", "_expect_all", "(given,)", "tuple(given)"),
     ],
     "test_reduction": [
-        ("head_loss/named.py", "refused_attribute", "property(None, refuse, doc=f'Cannot be assigned: {argument} is of `CrossEntropy`.')", "None"),
+        ("head_loss/named.py", "_refused", "property(None, refuse, doc=f'Cannot be assigned: {of}.')", "None"),
         ("statistics/family_triton.py", "loss_of_row", "tl.where(weight == 0.0, 0.0, factor * weight)", "factor"),
         ("statistics/family_triton.py", "upstream", "2.0 * tl.load(grad[1] + token.row)", "2.0"),
         ("engine/reductions.py", "SumsPlan.from_functions", "-float(c) if f.negative else float(c)", "float(c)"),
@@ -1359,6 +1363,10 @@ GROUPS = {
         ("head_loss/policy_terms.py", "_clip_of_objective", "per_token is losses.gmpo", "False"),
         ("head_loss/policy_terms.py", "_clip_of_objective", "options.get('convention') == 'bound'", "False"),
         ("head_loss/policy_terms.py", "_clip_of_objective", "-math.expm1(-low)", "low"),
+        ("head_loss/policy_terms.py", "PolicyGradient", "as_tuples(x)", "x"),
+        ("head_loss/policy_terms.py", "PolicyMetrics", "as_tuples(clip)", "clip"),
+        ("head_loss/policy_terms.py", "GeneratorMetrics", "as_tuples(bounds)", "bounds"),
+        ("head_loss/policy_terms.py", "as_tuples", "tuple(map(as_tuples, x))", "tuple(x)"),
         ("head_loss/policy_terms.py", "_clip_of_metrics", "'sequences' in metric.inputs", "False"),
         ("head_loss/policy_terms.py", "_clip_of_objective", "per_token not in CLIP_LEVELS", "False"),
         ("head_loss/policy_terms.py", "_clip_of_objective", "options.get('dual_clip')", "None"),

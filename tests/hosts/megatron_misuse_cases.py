@@ -347,6 +347,15 @@ def arguments_of_a_head(group):
     return {}
 
 
+def true_vocabularies(group):
+    """The check call has labels of the vocabulary that the head is told, whatever padding there is."""
+    for vocab_size in (1, 2, V // 2, V - 26, V - 1, V, None):
+        for fused in (True, False):
+            head = head_of(vocab_size=vocab_size, options=Options(check=True))
+            install(model_of(), head, fused=fused).remove()
+    return {}
+
+
 def metrics_of_depths(group):
     """A term of weight 0 is a metric of the depths' teacher and changes no bit of a loss; a step in
     the list of what was observed takes a depth's or the main head's."""
@@ -378,6 +387,7 @@ CASES = {
     "metrics over the vocabulary's group": metrics_over_the_vocabularys_group,
     "terms by themselves": terms_by_themselves,
     "observed": observed,
+    "true vocabularies": true_vocabularies,
     "ranks that differ": ranks_that_differ,
     "arguments of another form": arguments_of_another_form,
 }

@@ -165,6 +165,7 @@ MISUSES = (
     *("terms by themselves", "ranks that differ", "arguments of another form"),
     *("hooks of the output layer", "losses that replace ours", "arguments of a head"),
     *("metrics of depths", "weights of no loss", "attributes that are set later"),
+    "true vocabularies",
     *("failures of one rank", "layers that are replaced later", "layers that reduce otherwise"),
 )
 

@@ -460,6 +460,41 @@ def test_metrics_of_another_clip_than_the_objectives_are_a_warning(case):
         hl.HeadLoss(hl.Term("own", own), metrics=(metrics, hl.Metric(functools.partial(dict))))
 
 
+LISTS_OF_OPTIONS = {
+    "a clip": (lambda x: hl.PolicyGradient("clip", clip=x), [0.2, 0.28], 5.0),
+    "a preset's": (lambda x: hl.GRPO(clip=x), [0.2, 0.28], 5.0),
+    "temperatures": (lambda x: hl.PolicyGradient("sapo", temperatures=x), [1.0, 1.05], -1.0),
+    "a shape": (lambda x: hl.PolicyGradient("vespo", shape=x), [[2.0, 3.0], [3.0, 2.0]], [-1.0, 0]),
+    "of metrics": (lambda x: hl.PolicyMetrics(x), [0.2, 0.28], 5.0),
+    "bounds": (lambda x: hl.GeneratorMetrics(x), [0.5, 2.0], 5.0),
+}
+
+
+@pytest.mark.parametrize("case", LISTS_OF_OPTIONS)
+def test_lists_of_options_may_be_changed_later(case):
+    make, numbers, other = LISTS_OF_OPTIONS[case]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        logits, recorded = torch.randn(2, 9, 8), torch.randn(2, 9).abs().neg()
+    labels = torch.zeros(2, 9, dtype=torch.long)
+
+    def results(made):
+        part = {"metrics": made} if isinstance(made, hl.Metric) else {"terms": made}
+        head_loss = made if isinstance(made, hl.HeadLoss) else hl.HeadLoss(**part)
+        known = {
+            "advantages": torch.ones(2, 9),
+            "old_log_prob": recorded,
+            "generator_log_prob": recorded / 2,
+            "sequences": hl.Sequences.from_mask(labels == 0),
+        }
+        inputs = {name: known[name] for name in head_loss.input_names}
+        return head_loss(logits, labels, inputs=inputs).means()
+
+    expected, made = results(make(numbers)), make(numbers)
+    numbers[0] = other
+    torch.testing.assert_close(results(made), expected, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("case", ["CISPO's bound", "GMPO"])
 def test_metrics_with_the_clip_that_the_warning_names_count_what_the_objective_clips(case):
     made, _, right = OTHER_CLIPS[case]

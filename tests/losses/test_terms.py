@@ -379,3 +379,27 @@ def test_a_term_of_a_statistic_without_a_gradient_is_a_warning(statistic):
 def test_flags_of_a_statistic_value_are_true_or_false(field, value):
     with pytest.raises(TypeError, match=f"{field} must be True or False, got "):
         hl.Term("own", StatisticValue("lse", **{field: value}))
+
+
+def test_a_default_in_the_place_of_an_input_of_the_call_is_a_warning():
+    def focal(stats, gamma=2.0):
+        return -((1 - stats.log_prob.exp()) ** gamma) * stats.log_prob
+
+    reads = hl.Metric(lambda stats, gamma: {"gamma": gamma}, inputs=("gamma",))
+    words = r"the function of term 'f' takes \['gamma'\], .* name them in its inputs=\('gamma',\)"
+    with pytest.warns(UserWarning, match=words):
+        hl.HeadLoss(hl.Term("f", focal), metrics=reads)
+    with pytest.warns(UserWarning, match="a metric takes"):
+        hl.HeadLoss(
+            hl.Term("f", focal, inputs=("gamma",)), metrics=hl.Metric(lambda s, gamma=1: {})
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hl.HeadLoss(hl.Term("f", focal, inputs=("gamma",)), metrics=reads)
+        hl.HeadLoss(hl.Term("f", focal))
+
+
+@pytest.mark.parametrize("name", ["transform", "shard", "inputs", "token_weight", "denominator"])
+def test_arguments_of_a_call_are_no_attributes(name):
+    with pytest.raises(AttributeError, match=rf"argument of a call, head_loss\(.., {name}=..\)"):
+        setattr(hl.HeadLoss(), name, None)

@@ -66,8 +66,9 @@ class IdSets:
 
     A negative id is none, and an id that is there several times counts once. So pad with -1: a
     padding of 0 is the id 0, which counts. Sets of different sizes take less memory by `from_csr`.
-    A set that is empty, that holds an id at or beyond the vocabulary or lacks its token's label
-    makes the statistics over sets of that token NaN (``Options.check`` raises instead).
+    The tensors are not copied: leave them as they are. A set that is empty, that holds an id at or
+    beyond the vocabulary or lacks its token's label makes the statistics over sets of that token
+    NaN (``Options.check`` raises instead).
 
     Args:
         ids: global, replicated, in any order; ascending ones are a little quicker.

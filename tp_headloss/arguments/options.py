@@ -80,17 +80,16 @@ class Options:
             on GPUs of compute capability 9.0, whose rows begin at multiples of 16 bytes; equal
             shards on at most 8 ranks with symmetric memory; a positive scale; no bias; terms that
             are statistics or `Term.pointwise` (class weights: of one cross-entropy without
-            smoothing and without another term), and at most six sums of lse,
-            log_prob, entropy, total, forward_kl, reverse_kl, teacher_entropy, one of jsd and
-            total_variation, topk_forward_kl, vocab_forward_kl, tail_log_mass, the accuracy and such
-            terms; no teacher, a `Teacher` whose logits have the student's dtype, or fp32, and such
-            rows, or a `TopKTeacher` of at most 128 entries at whose temperature the student is,
-            too, without tail_log_prob; a reduction over tokens; no sets, ids or rank, and no
-            weights or inputs that require a gradient; ValueError for other calls that need a
-            gradient. "backward" has a launch of
-            the backward write it. "auto" takes "forward" where it can and was measured to be
-            faster, else "backward", also for the blocks of one sweep; the two may differ in the
-            last bit. From the forward on the gradient takes memory, unless ``inplace`` has the
+            smoothing and without another term), and at most six sums of lse, log_prob, entropy,
+            total, forward_kl, reverse_kl, teacher_entropy, jsd or total_variation and overlap,
+            topk_forward_kl, vocab_forward_kl, tail_log_mass, the accuracy and such terms; no
+            teacher, a `Teacher` whose logits have the student's dtype, or fp32, and such rows, or a
+            `TopKTeacher` of at most 128 entries at whose temperature the student is, too, without
+            tail_log_prob; a reduction over tokens; no sets, ids or rank, and no weights or inputs
+            that require a gradient; ValueError for other calls that need a gradient. "backward" has
+            a launch of the backward write it. "auto" takes "forward" where it can and was measured
+            to be faster, else "backward", also for the blocks of one sweep; the two may differ in
+            the last bit. From the forward on the gradient takes memory, unless ``inplace`` has the
             forward write it over the logits. A rank that does not come within its group's timeout
             makes its peers' results NaN, and their next call raises.
         check: raise a ValueError that names the first token with a bad label, set, given id or

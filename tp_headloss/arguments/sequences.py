@@ -64,6 +64,9 @@ class Sequences(MadeWhole):
     over a ``denominator`` right again, but not ratios of sequences (GSPO, GMPO, VESPO) and not
     `mean_metrics`.
 
+    Attributes are read, not assigned nor changed in place: a loss has taken its weights from them.
+    So copy ``count`` before an all_reduce, ``denominator = sequences.count.clone()``.
+
     Attributes:
         lengths: [B] fp32, N_i over the whole group.
         count: scalar fp32, the number of sequences that have counted tokens.

@@ -67,7 +67,8 @@ class Teacher(_Tempered):
             ``Options(validate="full")``. The backward reads them again: leave their memory as it is
             until then. Columns at or beyond the shard's ``vocab_size`` take no part: a teacher of
             more ids is compared on the common ones, if that is the vocab_size and its logits are
-            cut alike.
+            cut alike. Row i is of the position of row i of the student's logits. Logits that are
+            divided by a temperature already need none.
         temperature: of the teacher, or one per token [..]. A token whose temperature in a tensor is
             not positive has a divergence of NaN.
         student_temperature: divides the student's logits (with bias, scale and softcap, whatever
@@ -114,26 +115,28 @@ class TopKTeacher(_Tempered):
 
     All of it must be equal on all ranks of the group, else results are undefined:
     ``Options(validate="full")`` finds it. Log-probs are natural logarithms of probabilities, at
-    most 0. Logits, probabilities or a wrong sign in their place give wrong numbers without an
-    error, unless ``Options(check=True)`` looks at the values: probabilities that add up to more
-    than 1 are an error, and with renormalize=False a warning where they add up to less than the K
-    likeliest ids have (a tenth of K / V, in all tokens). Between these nothing shows, and
-    logarithms to another base do only beside a tail, with which probabilities add up to 1.
+    most 0. Logits (but where entries are renormalised, which makes them right), probabilities or a
+    wrong sign in their place give wrong numbers without an error, unless ``Options(check=True)``
+    looks at the values: probabilities that add up to more than 1 are an error, and with
+    renormalize=False a warning where they add up to less than the K likeliest ids have (a tenth of
+    K / V, in all tokens). Between these nothing shows, and logarithms to another base do only
+    beside a tail, with which probabilities add up to 1.
 
     An entry with a negative id, a log-prob of -inf, or False in ``mask`` does not count; entries of
     the same id add up; an id at or beyond the vocabulary makes its token's distillation NaN (mask
     the ids that a student does not have).
 
     Args:
-        ids: global, replicated, in any order.
-        log_probs: fp32, bf16 or fp16 (float64 if the student's logits are).
+        ids: global, replicated, in any order; of the student's tokenizer, each row of the position
+            of the same row of the student's logits. Nothing finds others.
+        log_probs: fp32, bf16 or fp16 (float64 if the student's logits are), never differentiated.
         mask: by default all entries.
         tail_log_prob: log-prob of everything else, for losses that know a tail, such as the
             ``tail_log_prob`` of `topk_log_probs`. None: of 1 - the entries' probability, which is
             rounding if they are nearly everything, and in half precision long before that: without
             it, losses of a confident teacher are wrong by some per cent with float16 log-probs, and
-            by half with bfloat16. In `TopKDistillation` a computed tail of at most 1e-6 is 0, and in
-            its reverse KL 1e-6.
+            by half with bfloat16, and a reverse KL by some per cent with fp32. In
+            `TopKDistillation` a computed tail of at most 1e-6 is 0, and in its reverse KL 1e-6.
         temperature: of the teacher: log_probs / temperature, renormalised; 1 if they were exported
             at a temperature.
         student_temperature: as in `Teacher`. The statistics of the entries and of everything else,

@@ -37,7 +37,7 @@ from ..statistics import (
 from .evaluation import StatisticsFunction, names_read, warn_without_gradient
 from .named import advice_on_metric, maker_of_metric
 from .policy_terms import warn_of_another_clip
-from .terms import METRICS, CrossEntropy, Metric, Term, is_weighted_by_label
+from .terms import METRICS, CrossEntropy, Metric, Term, is_weighted_by_label, warn_of_defaults
 
 PACKAGE = __name__.partition(".")[0]
 RECORDS = itertools.count()  # their numbers, one for each definition
@@ -114,6 +114,7 @@ class HeadLossDefinition(NamedTuple):
         _expect_one_teacher(want)
         _warn_of_constants(terms)
         warn_of_another_clip(terms, token_metrics)
+        warn_of_defaults((*terms, *token_metrics))
         return cls(
             terms, named, token_metrics, reduction, int(ignore_index), options, want, total_weight
         ).planned()

@@ -82,6 +82,7 @@ def LKLoss(
     Args:
         form: "lambda", a mixture of forward KL and total variation, see `losses.lk_lambda`; "alpha",
             -log of the acceptance rate, see `losses.lk_alpha`. Both take a second, small collective.
+            The term's name is "lk"; ``dataclasses.replace(term, name=..)`` has another.
         eta: of "lambda" alone; by default 3.0.
 
     Examples:

@@ -45,7 +45,7 @@ from .checks import Call, Inputs, check_call, local_arguments, replicated_facts
 from .definition import HeadLossDefinition, Reduction
 from .evaluation import checked_evaluation, compiled_evaluate, evaluate
 from .linear_ways import explained_linear, linear_output, linear_way_of
-from .named import refused_attribute
+from .named import OF_CALL, refused_argument, refused_attribute
 from .output import HeadLossOutput, compared_output, make_output
 from .reduction import CallLoss
 from .terms import Metrics, Term, Terms
@@ -77,7 +77,7 @@ class HeadLoss(nn.Module):
 
     A call has the arguments of `forward`. Terms, metrics, reduction, ignore_index and options may be
     assigned later, ``loss.terms = [*loss.terms, ZLoss(1e-4)]``: terms and metrics are tuples, which
-    have no append. Any other attribute that is assigned changes nothing.
+    have no append. Arguments of a call cannot be assigned; other attributes change nothing.
 
     Args:
         terms: one `Term`, or a list of distinct names, which is copied; by default `CrossEntropy`.
@@ -137,6 +137,7 @@ class HeadLoss(nn.Module):
 
     weight = refused_attribute("weight", "class_weight")
     label_smoothing = refused_attribute("label_smoothing", "label_smoothing")
+    transform, shard, inputs, token_weight, denominator = map(refused_argument, OF_CALL)
 
     @property
     def want(self) -> tuple[str, ...]:
@@ -169,8 +170,8 @@ class HeadLoss(nn.Module):
 
         Forward: one collective. Backward: no communication. All ranks of the shard's group call with
         equal numbers of tokens, in one order, and the values of terms and metrics are equal on them.
-        Only ``Options(validate="full")`` compares calls, and the sums of these values: a rank with
-        no tokens, or that leaves a call out, has its later exchanges meet other calls, silently.
+        Only ``Options(validate="full")`` compares calls (of logits no values), and the sums of these
+        values: a rank that has no tokens or leaves a call out meets other calls later, silently.
 
         Args:
             logits, labels, shard, transform: as in `vocab_statistics`.
@@ -378,13 +379,13 @@ class HeadLoss(nn.Module):
         `HeadLossOutput`, replicated.
 
         Collective forward and, but for one sweep, backward, which all ranks call with equal numbers
-        of tokens, in one order, as in `forward`. One sweep, where the forward computes
-        the gradients, needs: a reduction other than "none"; terms that are `Term.tokenwise`, as
+        of tokens, in one order, as in `forward`. One sweep, where the forward computes the
+        gradients, needs: a reduction other than "none"; terms that are `Term.tokenwise`, as
         built-in terms are unless they take "sequences" or look at all tokens; a denominator from
         the caller for terms with a `Term.token_weight`, such as class weights beside another term;
-        no gradient of weights, denominator, inputs or what a term's function closes over; a
-        declared `Linear.upstream` (the loss scale) in float16; torch.is_grad_enabled(); no
-        torch.compile. Its statistics cannot be differentiated; trying raises RuntimeError.
+        no gradient of weights, denominator, inputs or what a function closes over; a declared
+        `Linear.upstream` (the loss scale) in float16; torch.is_grad_enabled(); no torch.compile.
+        Its statistics cannot be differentiated; trying raises RuntimeError.
 
         Args:
             hidden, weight, bias, shard: as in `linear_vocab_statistics`.
@@ -427,8 +428,7 @@ class HeadLoss(nn.Module):
         return given._replace(ignore_index=self.ignore_index)
 
     def _evaluate_functions(self, functions, metrics, stats, inputs, *args):
-        """Call `evaluate`, or this module's compiled copy of it; within torch.compile, which
-        compiles it, as it is."""
+        """Call `evaluate`, within torch.compile as it is, else this module's compiled copy, if any."""
         if torch.compiler.is_compiling():
             return evaluate(functions, metrics, stats, inputs, *args)
         if self._evaluate is None:

@@ -156,11 +156,22 @@ def refused_attribute(name: str, argument: str) -> property:
 
     Its assignment raises AttributeError, and there is nothing to read. argument: of `CrossEntropy`.
     """
+    write = f"assign terms that have it, head_loss.terms = [CrossEntropy({argument}=..), ..]"
+    return _refused(name, write, f"{argument} is of `CrossEntropy`")
 
+
+# arguments of a call, which a `HeadLoss` does not keep
+OF_CALL = "transform", "shard", "inputs", "token_weight", "denominator"
+
+
+def refused_argument(name: str) -> property:
+    """Return a property for an argument of a call, which a `HeadLoss` does not keep; as
+    `refused_attribute`."""
+    return _refused(name, f"it is an argument of a call, head_loss(.., {name}=..)", "of a call")
+
+
+def _refused(name: str, write: str, of: str) -> property:
     def refuse(self, value):
-        raise AttributeError(
-            f"a HeadLoss has no {name} of its own: assign terms that have it, "
-            f"head_loss.terms = [CrossEntropy({argument}=..), ..]"
-        )
+        raise AttributeError(f"a HeadLoss has no {name} of its own: {write}")
 
-    return property(None, refuse, doc=f"Cannot be assigned: {argument} is of `CrossEntropy`.")
+    return property(None, refuse, doc=f"Cannot be assigned: {of}.")

@@ -44,7 +44,8 @@ class HeadLossOutput(NamedTuple):
         loss: scalar, or [..] for reduction="none"; fp32, and float64 for float64 logits.
         count: scalar, fp32, what the mean divides by without a ``denominator``: valid tokens (the
             sum of their weights, if there are token weights), or sequences. Counts of data- and
-            context-parallel ranks add up.
+            context-parallel ranks add up. Copy them, and all sums, before an all_reduce in place:
+            `means` and `mean_metrics` read them again.
         terms: sum of each term's values times the reduction's token weights, without the term's own
             weight, by name.
         metrics: sum of each metric's values times the token weights, the extremum for names in

@@ -118,7 +118,8 @@ def PolicyGradient(
 
     All log-probs are natural logarithms. Keep recorded ones in fp32: rounded to bf16 or fp16, as
     engines may send them, they look like a policy that has changed, which ``Options(check=True)``
-    warns of.
+    warns of, as long as they have that dtype. Nothing tells "old_log_prob" from
+    "reference_log_prob": see "What nothing can find" in docs/limits.md.
 
     Args:
         weight: the second argument by position, as in all terms: a clip is ``clip=(low, high)``.
@@ -152,6 +153,7 @@ def PolicyGradient(
     _expect_options(
         f"the objective {objective!r}", per_token, (*names, "rollout_log_weight"), options
     )
+    options = {name: as_tuples(x) for name, x in options.items()}
     function = partial(_policy_loss, per_token, options, over_sets(over, "log_prob"))
     inputs = (*(n for n in names if n != "mask"), *(flag for flag, value in extra.items() if value))
     call_with_one_token(function, inputs)
@@ -225,10 +227,11 @@ def PolicyMetrics(
     "old_log_prob".
 
     Args:
-        clip, dual_clip: those of the objective, the clip as distances of r from 1, whatever the
-            objective's own convention: beside a "cispo" with convention="bound" and clip=(0.0, 5.0)
-            it is (1.0, 4.0), and beside a "gmpo", which bounds log r to [-low, high], (1 -
-            exp(-low), exp(high) - 1). Beside an objective with others, a `HeadLoss` warns.
+        dual_clip: that of the objective.
+        clip: that of the objective as distances of r from 1, whatever its own convention: beside a
+            "cispo" with convention="bound" and clip=(0.0, 5.0) it is (1.0, 4.0), and beside a
+            "gmpo", which bounds log r to [-low, high], (1 - exp(-low), exp(high) - 1). A `HeadLoss`
+            warns of others than its objective has.
         level: "token" for the token's ratio, "sequence" for its sequence's (input "sequences"), as
             GSPO clips it.
         reference: True adds the KL to the input "reference_log_prob".
@@ -243,7 +246,7 @@ def PolicyMetrics(
     """
     names: tuple[str, ...] = ("advantages", "old_log_prob")
     names += ("sequences",) * (level == "sequence") + ("reference_log_prob",) * reference
-    options = {"clip": clip, "dual_clip": dual_clip}
+    options = {"clip": as_tuples(clip), "dual_clip": dual_clip}
     function = partial(
         _log_prob_metrics, losses.policy_metrics, options, over_sets(over, "log_prob")
     )
@@ -269,9 +272,14 @@ def GeneratorMetrics(bounds: WeightBounds = (0.5, 2.0), *, over: Over = "vocabul
         ... ]
         tensor(0.5000)
     """
-    statistic = over_sets(over, "log_prob")
-    function = partial(_log_prob_metrics, losses.generator_metrics, {"bounds": bounds}, statistic)
+    statistic, options = over_sets(over, "log_prob"), {"bounds": as_tuples(bounds)}
+    function = partial(_log_prob_metrics, losses.generator_metrics, options, statistic)
     return Metric(function, _wanted(over), ("old_log_prob", "generator_log_prob"))
+
+
+def as_tuples(x):
+    """Return lists, also in lists, as tuples, which the caller cannot change later."""
+    return tuple(map(as_tuples, x)) if isinstance(x, (list, tuple)) else x
 
 
 class ClipOptions(NamedTuple):
@@ -290,6 +298,8 @@ class ClipOptions(NamedTuple):
 
 def warn_of_another_clip(terms: tuple[Term, ...], metrics: tuple[Metric, ...]) -> None:
     """Warn of metrics that count other ratios as clipped than the objective beside them does."""
+    if torch.compiler.is_compiling():
+        return
     clips = [_clip_of_objective(term.function) for term in terms]
     objectives = [clip for clip in clips if clip is not None]
     clips = [_clip_of_metrics(metric) for metric in metrics]

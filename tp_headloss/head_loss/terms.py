@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
+import types
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import FrozenInstanceError, dataclass
 from functools import partial
@@ -77,15 +79,15 @@ class Term:
             function may be called with some of the tokens [n] at a time, as a one-sweep
             `HeadLoss.linear` does. A `StatisticValue` always is. ``Options(check=True)`` compares.
         pointwise: True promises that, and besides that the function is arithmetic on fp32 lse,
-            log_prob, entropy, total, mass, forward_kl, reverse_kl, topk_forward_kl,
-            vocab_forward_kl, tail_log_mass, teacher_mass and its inputs, with constants that never
-            change (also of vocab_size). On the GPUs that `Options.gradient` names it is
-            then traced once, and evaluated by the launch that reads the logits. A term that wants
-            other statistics is evaluated as a `tokenwise` one.
+            log_prob, entropy, total, mass, forward_kl, reverse_kl, teacher_entropy, jsd,
+            total_variation, overlap, topk_forward_kl, vocab_forward_kl, tail_log_mass, teacher_mass
+            and its inputs, with constants that never change (also of vocab_size). On the GPUs that
+            `Options.gradient` names it is then traced once, and evaluated by the launch that reads
+            the logits. A term that wants other statistics is evaluated as a `tokenwise` one.
 
     Examples:
         >>> focal = Term(
-        ...     "focal", lambda stats: -((1 - stats.log_prob.exp()) ** 2) * stats.log_prob, weight=0.5
+        ...     "focal", lambda stats: -(stats.log_prob.expm1() ** 2) * stats.log_prob, weight=0.5
         ... )
         >>> HeadLoss([CrossEntropy(), focal])(torch.zeros(1, 4), torch.tensor([0])).terms
         {'cross_entropy': tensor(1.3863), 'focal': tensor(0.7798)}
@@ -413,3 +415,22 @@ def _expect_arguments(owner: str, function, inputs: tuple[str, ...]):
         raise TypeError(
             f"{owner}: function must take ({expected}), got {signature}: {error}{said}"
         ) from None
+
+
+def warn_of_defaults(parts: tuple[Term | Metric, ...]):
+    """Warn of functions with a default for what the call passes to others as an input."""
+    if torch.compiler.is_compiling():
+        return
+    inputs = {name for part in parts for name in part.inputs}
+    for part in parts:
+        function = part.function
+        if not isinstance(function, types.FunctionType):
+            continue
+        keywords = inspect.signature(function).parameters.keys()
+        if missed := sorted(keywords & (inputs - {*part.inputs})):
+            called = f"the function of term {part.name!r}" if isinstance(part, Term) else "a metric"
+            warnings.warn(
+                f"{called} takes {missed}, which others have as inputs of the call, and gets its "
+                f"own default: name them in its inputs={tuple(missed)}",
+                stacklevel=3,
+            )

@@ -80,6 +80,7 @@ OF_STATISTICS = (
         "package",
         "tp_headloss.statistics.family.{}",
     ),
+    Alias("JSD, LigerFusedLinearJSD", "Liger", "package", 'Distillation(divergence="jsd"), a term'),
     Alias("hits, mass", "ours", "want", '"argmax" for .hits, "total" for .mass'),
     Alias(f"{MASKS}, token_weight", "verl, TRL, ours", STATISTICS, UNWEIGHTED),
     Alias("attention_mask", "Transformers", STATISTICS, OF_LABELS),

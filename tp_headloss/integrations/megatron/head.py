@@ -50,7 +50,8 @@ class MegatronHead(Observed):
             prediction are averaged by Megatron, which counts the tokens of the model's loss_mask,
             without one all of them, also those that are ignored here: give the call
             ``loss_mask=(labels != -100).float()``.
-        terms: as in `HeadLoss`; the default term is cross-entropy.
+        terms: as in `HeadLoss`; the default term is cross-entropy. Functions of terms and metrics get
+            statistics [s, b], so a tensor [b, s] that they close over would be transposed.
         metrics: as in `HeadLoss`. Sums and means are over tokens whose label is not ignored, since
             Megatron applies its loss mask later; in one sweep, which knows the mask, they are
             weighted by it. Those of teachers, sets and other inputs are a ValueError: a

@@ -302,8 +302,9 @@ def _check_call(model, head, fused) -> torch.Tensor:
     layer, group, weight = model.output_layer, model.output_layer.tp_group, _weight(model)
     generator, count = torch.Generator().manual_seed(0), 2 * group.size()
     depths = 1 + (getattr(model.config, "mtp_num_layers", None) or 0)
-    most = weight.shape[0] * group.size() - 1
-    labels = torch.randint(0, most, (1, count), generator=generator, device="cpu")
+    rows = weight.shape[0] * group.size()
+    most = min(rows, head.vocab_size or rows) - 1
+    labels = torch.randint(0, max(most, 1), (1, count), generator=generator, device="cpu")
     labels = labels.to(weight.device)
     # ignore_index may be an id, and would have no loss
     labels = labels + (labels == head.ignore_index)

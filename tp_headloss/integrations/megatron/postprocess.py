@@ -40,7 +40,7 @@ class MegatronHeadMixin(GPTModel):
 
     Raises:
         TypeError: of the class statement, if the mixin stands behind GPTModel, whose methods would
-            win, or before a class without ``_postprocess``; of the assignment, for anything else
+            win, or before another LanguageModule, without ``_postprocess``; of the assignment, for anything else
             than a head.
         ValueError: of the assignment, for options and depth_terms that `install` refuses, and
             before ``super().__init__``.
