@@ -211,24 +211,22 @@ def test_results_are_stored_under_the_statistics_name(name, host):
         assert rows[other] == 0 and rows[f"{other}_mean"] == 0
 
 
-def test_a_small_overlap_keeps_its_digits(host, name):
-    """As 1 - total_variation it would have two, and its gradient's mean as 1/2 less that one's."""
-    if name != "overlap":
-        pytest.skip("of the overlap")
-    z, u = np.zeros(8), np.zeros(8)
-    z[0], u[1] = 12.0, 16.0
-    node, p, q = row_of(z, u, 1.0)
-    found = mixed(host, node, z, u, 1.0)
-    mean = (p * slopes_of(name, p, q)).sum()
-    assert value_of(name, p, q) < 1e-2 and mean < 1e-2
-    assert found["overlap"] == pytest.approx(value_of(name, p, q), rel=2e-6)
-    assert found["mean"] == pytest.approx(mean, rel=2e-6)
-
-
 @pytest.fixture(scope="module")
 def host_of_both(tmp_path_factory):
     without = *one_read_params.OF_ENTRIES, "jsd"
     return library(tmp_path_factory.mktemp("both"), without=without)
+
+
+def test_a_small_overlap_keeps_its_digits(host_of_both):
+    """As 1 - total_variation it would have two, and its gradient's mean as 1/2 less that one's."""
+    z, u = np.zeros(8), np.zeros(8)
+    z[0], u[1] = 12.0, 16.0
+    node, p, q = row_of(z, u, 1.0)
+    found = mixed(host_of_both, node, z, u, 1.0)
+    overlap, mean = value_of("overlap", p, q), (p * slopes_of("overlap", p, q)).sum()
+    assert overlap < 1e-2 and mean < 1e-2
+    assert found["overlap"] == pytest.approx(overlap, rel=2e-6)
+    assert found["mean"] == pytest.approx(mean, rel=2e-6)
 
 
 def test_an_overlap_and_a_total_variation_have_one_second_round(host_of_both):

@@ -182,11 +182,11 @@ class HeadLoss(nn.Module):
                 divides by the sum of the weights, so weights of both signs need a denominator from
                 the caller.
             denominator: what every term is divided by: the count of tokens (or of sequences, whole
-                ones in each call) of all micro-batches and data-parallel ranks, over the number of
-                ranks where these average gradients, as DDP and FSDP do; with token or class weights
-                the sum of the valid tokens' weights, with both of their products (other numbers
-                give another scale, silently). At least 0, and of a mean: an error with "sum" and
-                "none". ``Options(check=True)`` alone looks at a tensor's value.
+                ones in each call) of all micro-batches and data-parallel ranks, never of ranks that
+                share the vocabulary, over the number of ranks where these average gradients, as DDP
+                and FSDP do; with token or class weights the sum of the valid tokens' weights, with
+                both of their products. Others give another scale, silently. At least 0, and of a
+                mean: no "sum" or "none". ``Options(check=True)`` alone looks at a tensor's value.
             inputs: arguments of terms and metrics besides the statistics, by name, replicated, just
                 those of `input_names`; others are an error, except "sequences":
                 tensors, scalar or with as many dimensions as [..] that broadcast to it, in its own

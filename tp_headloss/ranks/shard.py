@@ -255,7 +255,8 @@ class VocabShard:
         elif other_size == self.width:
             why = f"transposed? It has {self.width} columns: pass its .t()"
         elif size > self.width and self.vocab_size <= total <= self._most_padded():
-            why = f"a padded vocabulary? VocabShard.from_group(group, {self.vocab_size}, padded_size={total})"
+            made = f"VocabShard.from_group(group, {self.vocab_size}, padded_size={total})"
+            why = f"a padded vocabulary? {made}, with vocab_size the ids of all ranks"
         else:
             alone = self.says_alone()
             why = f"is vocab_size={self.vocab_size} right?" + (alone and f"; {alone}")
