@@ -46,10 +46,10 @@ class MegatronHead(Observed):
         ignore_index: label whose tokens have loss 0 and no gradient; any other label outside of the
             vocabulary gives NaN. With None, as in Megatron, the caller's loss mask decides which
             tokens count: labels outside of the vocabulary have loss 0 and no gradient (in Megatron
-            lse - max, no cross-entropy: the mask must be 0 there). Losses of depths of multi-token
-            prediction are averaged by Megatron, which counts the tokens of the model's loss_mask,
-            without one all of them, also those that are ignored here: give the call
-            ``loss_mask=(labels != -100).float()``.
+            lse - max, no cross-entropy: the mask must be 0 there), so that ``Options(check=True)``
+            finds no bad label. Losses of depths of multi-token prediction are averaged by Megatron,
+            which counts the tokens of the model's loss_mask, without one all of them, also those
+            that are ignored here: give the call ``loss_mask=(labels != -100).float()``.
         terms: as in `HeadLoss`; the default term is cross-entropy. Functions of terms and metrics get
             statistics [s, b], so a tensor [b, s] that they close over would be transposed.
         metrics: as in `HeadLoss`. Sums and means are over tokens whose label is not ignored, since
