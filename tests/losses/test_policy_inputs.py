@@ -464,7 +464,7 @@ LISTS_OF_OPTIONS = {
     "a clip": (lambda x: hl.PolicyGradient("clip", clip=x), [0.2, 0.28], 5.0),
     "a preset's": (lambda x: hl.GRPO(clip=x), [0.2, 0.28], 5.0),
     "temperatures": (lambda x: hl.PolicyGradient("sapo", temperatures=x), [1.0, 1.05], -1.0),
-    "a shape": (lambda x: hl.PolicyGradient("vespo", shape=x), [[2.0, 3.0], [3.0, 2.0]], [-1.0, 0]),
+    "a shape": (lambda x: hl.PolicyGradient("vespo", shape=x), [[2.0, 3.0], [3.0, 2.0]], 9.0),
     "of metrics": (lambda x: hl.PolicyMetrics(x), [0.2, 0.28], 5.0),
     "bounds": (lambda x: hl.GeneratorMetrics(x), [0.5, 2.0], 5.0),
 }
@@ -491,7 +491,8 @@ def test_lists_of_options_may_be_changed_later(case):
         return head_loss(logits, labels, inputs=inputs).means()
 
     expected, made = results(make(numbers)), make(numbers)
-    numbers[0] = other
+    innermost = numbers[0] if isinstance(numbers[0], list) else numbers
+    innermost[0] = other
     torch.testing.assert_close(results(made), expected, rtol=0, atol=0)
 
 
