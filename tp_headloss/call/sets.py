@@ -148,8 +148,8 @@ def _warn_of_unlikely_entries(mass: torch.Tensor, even: torch.Tensor, valid: tor
     token = int(counted.nonzero()[0])
     warnings.warn(
         f"teacher.log_probs of token {token} (flat index) are of probabilities that add up to "
-        f"{float(mass[token]):.3g}, and the likeliest ids have at least {float(even[token]):.3g}, as "
-        "those of all other tokens: are these logits? If so, pass log-probs; entries that are "
+        f"{float(mass[token]):.3g}, and the likeliest ids have at least {float(even[token]):.3g}, "
+        "as those of all other tokens: are these logits? If so, pass log-probs; entries that are "
         "unlikely ids are right",
         stacklevel=2,
     )

@@ -147,7 +147,7 @@ def log_probs(
     ignore_index: int = -100,
     options: Options | None = None,
 ) -> LogProbs:
-    """Return the log-prob of each label, with entropy and lse: `LogProbs`, three fields in this order.
+    """Return the log-prob of each label, entropy and lse: `LogProbs`, fields in this order.
 
     logits [.., width] sharded on V, labels [..] -> [..] replicated.
 

@@ -109,8 +109,8 @@ def _tensors(family: Family) -> list[tuple[str, torch.Tensor]]:
 
 
 def _tensor(value: Any) -> torch.Tensor | None:
-    """Return a tensor, numbers of an array or of a list or set, the first of a range, an integer, or
-    integers that are the keys of a dict, as a tensor [..]; None for anything else."""
+    """Return numbers as a tensor [..]: of a tensor, an array, a list or a set, the first of a range,
+    an integer, or integers that are the keys of a dict; None for anything else."""
     if isinstance(value, dict) and value and all(type(key) is int for key in value):
         value = list(value)
     if isinstance(value, (set, frozenset)):

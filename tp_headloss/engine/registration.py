@@ -56,9 +56,10 @@ def register_statistic(family: Annotated[Family, Instance(Family)]) -> None:
     finite differences; those of a family with a table also at ids where the table has other numbers
     than at the first ones. A statistic that is constant on all of these numbers is a warning, and
     so are ids beyond a table that get its numbers, as by `%`, and a gradient that compares logits
-    with those of the forward, which ``Linear("recompute")`` makes again. One that `family.gradients` does not
-    name is a constant for every loss. On GPUs a call that wants the statistics needs `device`, the
-    same methods as Triton functions, or ``Options(backend="torch")``.
+    with those of the forward, which ``Linear("recompute")`` makes again. One that
+    `family.gradients` does not name is a constant for every loss. On GPUs a call that wants the
+    statistics needs `device`, the same methods as Triton functions, or
+    ``Options(backend="torch")``.
 
     Args:
         family: what is summed over the vocabulary, how sums merge and what is differentiated, in

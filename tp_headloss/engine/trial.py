@@ -326,8 +326,7 @@ class Trial:
         with 0."""
         request = self.request(labels, 2, self.absent)
         merged = passes.statistics(request)[0]
-        # as in a backward, which has no logits of labels
-        request = request._replace(tensors=request.tensors._replace(label_logits=None))
+        request = as_in_a_backward(request)
         of_lse = (request.tensors.logits / TEMPERATURE).softmax(-1) / TEMPERATURE
         slopes = finite_differences(self, labels)
         least = LARGER_TOLERANCE if self.is_larger else SLOPE_TOLERANCE
@@ -423,6 +422,11 @@ class Trial:
             return ""
         ids = (self.start + self.columns).tolist()
         return f" at the ids {', '.join(map(str, ids))} (`tile.first_id` is that of a tile's first)"
+
+
+def as_in_a_backward(request: Request) -> Request:
+    """The request without logits of labels, which a backward has not."""
+    return request._replace(tensors=request.tensors._replace(label_logits=None))
 
 
 def concerns(family: Family, method: str) -> bool:

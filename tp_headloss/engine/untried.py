@@ -10,7 +10,16 @@ import torch
 from . import passes
 from .later_ids import reads_ids_without_a_table, tables
 from .request import Request
-from .trial import LABELS, LARGER, LOGITS, SLOPE_TOLERANCE, TEMPERATURE, WIDTH, Trial
+from .trial import (
+    LABELS,
+    LARGER,
+    LOGITS,
+    SLOPE_TOLERANCE,
+    TEMPERATURE,
+    WIDTH,
+    Trial,
+    as_in_a_backward,
+)
 
 SHIFT = 100.0  # beyond where an exponential in fp32 overflows, or vanishes
 ROUNDING = 1e-2  # of the largest value
@@ -52,8 +61,7 @@ def try_another_call(trial: Trial) -> None:
     The loss has one statistic alone.
     """
     request = trial.request(LABELS)
-    # as in a backward, which has no logits of labels
-    backward = request._replace(tensors=request.tensors._replace(label_logits=None))
+    backward = as_in_a_backward(request)
     tokens = torch.arange(len(LOGITS)).flip(0)
     other = trial.rows_request(trial.logits[tokens], tokens, LABELS)
     for name in trial.family.gradients:
@@ -113,13 +121,13 @@ def warn_of_last_bits(trial: Trial) -> None:
     forward, as logits may be that a linear head makes again for its backward."""
     request = trial.request(LABELS)
     merged = passes.statistics(request)[0]
-    # as in a backward, which has no logits of labels
-    tensors = request.tensors._replace(label_logits=None)
+    backward = as_in_a_backward(request)
+    tensors = backward.tensors
     for name in trial.family.gradients:
-        expected = _gradient(request._replace(tensors=tensors), merged, name)
+        expected = _gradient(backward, merged, name)
         for end in (torch.inf, -torch.inf):
             logits = torch.nextafter(tensors.logits, tensors.logits.new_tensor(end))
-            again = request._replace(tensors=tensors._replace(logits=logits))
+            again = backward._replace(tensors=tensors._replace(logits=logits))
             apart = (_gradient(again, merged, name) - expected).abs().max()
             if apart > SLOPE_TOLERANCE * (1 + expected.abs().max()):
                 warnings.warn(

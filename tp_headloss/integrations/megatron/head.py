@@ -200,7 +200,8 @@ class MegatronHead(Observed):
             "metrics": self.head_loss.metrics,
             "ignore_index": self.ignore_index,
             "linear": self.linear,
-            "options": self.head_loss.options or Options(),  # so that a difference has its name
+            # so that the option that differs has its name
+            "options": self.head_loss.options or Options(),
         }
 
     def refuse_unused(self, config, fused: bool):
@@ -295,9 +296,8 @@ class MegatronHead(Observed):
         _expect_labels(labels, hidden, layer)
         if loss_mask is not None:
             TOKEN_WEIGHT.check("loss_mask", loss_mask, sizes_of("labels", labels, labels.shape))
-        one_sweep = (
-            self.linear.mode == "one_sweep"
-        )  # recompute without gradients, with the mask, too
+        # without gradients it is a recompute, with the mask, too
+        one_sweep = self.linear.mode == "one_sweep"
         mode: Mode = "one_sweep" if one_sweep else "recompute"
         weight, labels, given = self._linear_arguments(weight, layer, labels, config, mode)
         if not one_sweep:

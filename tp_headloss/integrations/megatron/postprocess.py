@@ -40,8 +40,8 @@ class MegatronHeadMixin(GPTModel):
 
     Raises:
         TypeError: of the class statement, if the mixin stands behind GPTModel, whose methods would
-            win, or before another LanguageModule, without ``_postprocess``; of the assignment, for anything else
-            than a head.
+            win, or before another LanguageModule, without ``_postprocess``; of the assignment, for
+            anything else than a head.
         ValueError: of the assignment, for options and depth_terms that `install` refuses, and
             before ``super().__init__``.
     """
